@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from bevfusion.deployment._split import SplitModel, unit_of
 from bevfusion.model import Batch, BEVFusion, Detector
 
 Shape = tuple[int, ...]
-PlanOfUnit = TypeVar("PlanOfUnit", contravariant=True)
 
 _WHY_CPU = {
     "LiDAR encoder": "sparse convolutions, where a BPU has dense ones alone",
@@ -33,22 +31,6 @@ _WHY_CPU = {
     "heads.object": "attention and a choice of queries by score; the mapper runs parts of both on "
     "the CPU, so the head stays float as a whole",
 }
-
-
-class _Composer(Protocol[PlanOfUnit]):
-    """Composes a plan, as `bevquant_hybrid.partition.PlanComposer`."""
-
-    def source(self, name: str, shape: Shape | None = None) -> str: ...
-    def on_cpu(
-        self,
-        name: str,
-        *inputs: str,
-        reason: str,
-        operator: str = "",
-        path: str = "",
-        shape: Shape | None = None,
-    ) -> str: ...
-    def unit(self, plan: PlanOfUnit, *inputs: str) -> tuple[str, ...]: ...
 
 
 def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
@@ -85,8 +67,8 @@ def unit_inputs(unit: str, parts: Sequence[str], kind: str = "bevfusion") -> tup
 def compose_plan(
     model: Detector,
     parts: Sequence[str],
-    units: Mapping[str, PlanOfUnit],
-    made: _Composer[PlanOfUnit],
+    units: Mapping[str, Any],
+    composer: Any,
     *,
     shapes: Mapping[str, Shape],
     reasons: Mapping[str, str],
@@ -96,8 +78,9 @@ def compose_plan(
     Args:
         model: In float.
         parts: Parts on the BPU; see `bpu_units`.
-        units: The plan of each unit; see `bpu_units`.
-        made: Receives the nodes, in the order of execution.
+        units: The `bevquant_hybrid.partition.Plan` of each unit; see `bpu_units`.
+        composer: A `bevquant_hybrid.partition.PlanComposer`, which gets the nodes in the order of
+            execution.
         shapes: From `stage_shapes`.
         reasons: Reason of each part that runs on the CPU although a BPU could run it.
 
@@ -110,43 +93,32 @@ def compose_plan(
     for step in model.flow:
         for name in step.inputs:
             if name not in named:
-                named[name] = (made.source(name, shapes.get(name)),)
+                named[name] = (composer.source(name, shapes.get(name)),)
         inputs = [name for value in step.inputs for name in named[value]]
         unit = unit_of(step, parts)
         if not unit:
             known = {**_WHY_CPU, **model.kept_in_float}
             reason = known.get(step.path) or known.get(step.name) or reasons[step.part]
-            place = partial(made.on_cpu, path=step.path, shape=shapes.get(step.output))
-            operator = type(model.get_submodule(step.path)).__name__
-            last = (place(step.name, *inputs, reason=reason, operator=operator),)
+            last = (
+                composer.on_cpu(
+                    step.name, *inputs, reason=reason, path=step.path,
+                    operator=type(model.get_submodule(step.path)).__name__,
+                    shape=shapes.get(step.output),
+                ),
+            )  # fmt: skip
         elif unit not in placed:
-            last = placed[unit] = made.unit(units[unit], *inputs)
+            last = placed[unit] = composer.unit(units[unit], *inputs)
         named[step.output] = last
     return last
 
 
-class _UnitForms(Protocol):
-    """Graphs of a unit and the prefix of its modules in the model, as `forms.Forms`."""
-
-    @property
-    def float_graph(self) -> nn.Module: ...
-    @property
-    def fake_graph(self) -> nn.Module: ...
-    @property
-    def integer_graph(self) -> nn.Module: ...
-    @property
-    def prefix(self) -> str: ...
-
-
-def bpu_pieces(
-    folded: Detector, parts: Sequence[str], forms: Mapping[str, _UnitForms]
-) -> list[Piece]:
+def bpu_pieces(folded: Detector, parts: Sequence[str], forms: Mapping[str, Any]) -> list[Piece]:
     """The files for a BPU and its CPU, in the order of execution.
 
     Args:
         folded: The float model, batch norms folded.
         parts: Parts on the BPU; see `bpu_units`.
-        forms: Of the units, by name.
+        forms: `bevquant_hybrid_tools.forms.Forms` of the units, by name.
     """
     pieces = []
     if folded.kind == "bevfusion":
@@ -179,27 +151,14 @@ def _as_it_is(graph: nn.Module) -> Any:
     return lambda module, args: graph
 
 
-class _UnitLayer(Protocol):
-    """A layer in all forms, as `bevquant_hybrid_tools.forms.BpuLayer`."""
-
-    @property
-    def layer(self) -> str: ...
-    @property
-    def fake_sqnr_db(self) -> float | None: ...
-    @property
-    def integer_sqnr_db(self) -> float | None: ...
-    @property
-    def max_steps(self) -> int: ...
-
-
 def beside_bpu_layers(
-    files: Iterable[ExportedFile], rows: Iterable[_UnitLayer], paths: Mapping[str, str]
+    files: Iterable[ExportedFile], rows: Iterable[Any], paths: Mapping[str, str]
 ) -> tuple[ExportedFile, ...]:
     """`beside_layers` of files for a BPU.
 
     Args:
         files: Written for it.
-        rows: Results of comparing its executions.
+        rows: `bevquant_hybrid_tools.forms.BpuLayer`, results of comparing its executions.
         paths: Name of a function's stand-in in the unit's graph to its path in the model.
     """
     known: dict[tuple[str, str], list[Figures]] = defaultdict(list)

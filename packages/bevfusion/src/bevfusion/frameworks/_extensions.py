@@ -7,7 +7,7 @@ stand-in can be imported, and raises when it is called.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,7 +25,6 @@ from bevfusion.frameworks._openpcdet_operators import (
     openpcdet_extensions,
     points_in_boxes,
     roiaware_pool,
-    roipoint_pool,
 )
 from bevquant_graph import deformable_attention
 
@@ -49,18 +48,20 @@ def _hard_voxelize(
     number.fill_(len(found[0]))
 
 
-def _keep(rows: Tensor, keep: Tensor, number: Tensor) -> None:
+def _upright_iou(boxes: Tensor, others: Tensor) -> Tensor:
+    first, second = (
+        torch.cat([b[:, :2] - b[:, 3:5] / 2, b[:, :2] + b[:, 3:5] / 2], 1) for b in (boxes, others)
+    )
+    return operators.aligned_iou(first, second)
+
+
+def _nms3d(
+    boxes: Tensor, keep: Tensor, number: Tensor, nms_overlap_thresh: float,
+    overlap: Callable[[Tensor, Tensor], Tensor] = operators.boxes_iou_bev,
+) -> None:  # fmt: skip
+    rows = operators.nms(overlap(boxes, boxes), nms_overlap_thresh)
     keep[: len(rows)] = rows
     number.fill_(len(rows))
-
-
-def _nms3d(boxes: Tensor, keep: Tensor, number: Tensor, nms_overlap_thresh: float) -> None:
-    _keep(operators.nms(operators.boxes_iou_bev(boxes, boxes), nms_overlap_thresh), keep, number)
-
-
-def _nms3d_normal(boxes: Tensor, keep: Tensor, number: Tensor, nms_overlap_thresh: float) -> None:
-    flat = torch.cat([boxes[:, :2] - boxes[:, 3:5] / 2, boxes[:, :2] + boxes[:, 3:5] / 2], 1)
-    _keep(operators.nms(operators.aligned_iou(flat, flat), nms_overlap_thresh), keep, number)
 
 
 def _nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
@@ -121,10 +122,6 @@ def _stack_ball_query(
         found[:, 0][empty] = -1
 
 
-def _gather_points(features: Tensor, rows: Tensor) -> Tensor:
-    return operators.group_points(features, rows[..., None])[..., 0]
-
-
 def _stack_group_points(
     features: Tensor, counts: Tensor, rows: Tensor, row_counts: Tensor, out: Tensor, **_: int
 ) -> None:
@@ -132,23 +129,11 @@ def _stack_group_points(
     out.copy_(torch.cat([own[place.long()].transpose(1, 2) for own, place in parts]))
 
 
-def _furthest(points: Tensor, nearest: Tensor, out: Tensor, b: int, n: int, m: int) -> None:
-    for own, found in zip(points, out, strict=True):
-        found.copy_(operators.furthest_points(own, m, pairwise=False))
-
-
-def _furthest_of_distances(
-    squared: Tensor, nearest: Tensor, out: Tensor, b: int, n: int, m: int
+def _furthest(
+    points: Tensor, nearest: Tensor, out: Tensor, b: int, n: int, m: int, pairwise: bool = False
 ) -> None:
-    for own, found in zip(squared, out, strict=True):
-        found.copy_(operators.furthest_points(own, m, pairwise=True))
-
-
-def _deformable_attention(
-    value: Tensor, shapes: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
-    im2col_step: int = 64,
-) -> Tensor:  # fmt: skip
-    return deformable_attention(value, shapes, starts, places, weights)
+    for own, found in zip(points, out, strict=True):
+        found.copy_(operators.furthest_points(own, m, pairwise=pairwise))
 
 
 def _attention_without_starts(
@@ -185,12 +170,6 @@ def _modulated_deform_conv(
     out.copy_(result)
 
 
-def _bev_pool(
-    features: Tensor, cells: Tensor, lengths: Tensor, starts: Tensor, *size: int
-) -> Tensor:
-    return operators.bev_pool(features, cells, lengths, starts, size)
-
-
 MMCV: Functions = {
     "ball_query_forward": _ball_query,
     "box_iou_rotated": _iou_rotated,
@@ -198,22 +177,24 @@ MMCV: Functions = {
     "dynamic_point_to_voxel_forward": operators.scatter_points,
     "dynamic_voxelize_forward": _dynamic_voxelize,
     "furthest_point_sampling_forward": _furthest,
-    "furthest_point_sampling_with_dist_forward": _furthest_of_distances,
-    "gather_points_forward": into(_gather_points),
+    "furthest_point_sampling_with_dist_forward": partial(_furthest, pairwise=True),
+    "gather_points_forward": into(
+        lambda x, rows: operators.group_points(x, rows[..., None])[..., 0]
+    ),
     "group_points_forward": into(operators.group_points),
     "hard_voxelize_forward": _hard_voxelize,
     "iou3d_boxes_overlap_bev_forward": into(operators.boxes_overlap_bev),
     "iou3d_nms3d_forward": _nms3d,
-    "iou3d_nms3d_normal_forward": _nms3d_normal,
+    "iou3d_nms3d_normal_forward": partial(_nms3d, overlap=_upright_iou),
     "modulated_deform_conv_forward": _modulated_deform_conv,
-    "ms_deform_attn_forward": _deformable_attention,
+    "ms_deform_attn_forward": lambda *given, im2col_step=64: deformable_attention(*given),
     "nms": _nms,
     "nms_rotated": _nms_rotated,
     "points_in_boxes_all_forward": _points_in_boxes_all,
     "points_in_boxes_cpu_forward": into(partial(boxes_hold, bottom=True)),
     "points_in_boxes_part_forward": partial(points_in_boxes, bottom=True),
     "roiaware_pool3d_forward": partial(roiaware_pool, bottom=True),
-    "roipoint_pool3d_forward": partial(roipoint_pool, bottom=True),
+    "roipoint_pool3d_forward": partial(operators.roipoint_pool, bottom=True),
     "stack_ball_query_forward": _stack_ball_query,
     "stack_group_points_forward": _stack_group_points,
     "three_interpolate_forward": into(operators.three_interpolate),
@@ -223,7 +204,11 @@ MMCV: Functions = {
 
 EXTENSIONS: Mapping[str, Functions] = {
     "mmcv._ext": MMCV,
-    "bev_pool_ext": {"bev_pool_forward": _bev_pool},
+    "bev_pool_ext": {
+        "bev_pool_forward": lambda x, cells, lengths, starts, *size: operators.bev_pool(
+            x, cells, lengths, starts, size
+        )
+    },
     **openpcdet_extensions(MMCV),
     "bev_pool_v2_ext": {},
     "feature_decorator_ext": {},

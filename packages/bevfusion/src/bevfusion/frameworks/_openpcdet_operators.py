@@ -59,7 +59,7 @@ def boxes_hold(boxes: Tensor, points: Tensor, **convention: Any) -> Tensor:
 def points_in_boxes(boxes: Tensor, points: Tensor, out: Tensor, **convention: Any) -> None:
     """Number of the first box that holds a point, frame by frame; −1 outside of all.
 
-    Here and in the two below `convention` is `bottom` and `margin` of the operator.
+    Here and below `convention` is `bottom` and `margin` of the operator.
     """
     for own, place, found in zip(boxes, points, out, strict=True):
         inside = operators.points_in_boxes(place, own, **convention)
@@ -77,14 +77,6 @@ def roiaware_pool(
     )
     for given, result in zip((pooled, largest, members), found, strict=True):
         given.copy_(result)
-
-
-def roipoint_pool(
-    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor,
-    **convention: Any,
-) -> None:  # fmt: skip
-    """Points of each box with their features."""
-    operators.roipoint_pool(points, boxes, features, pooled, empty, **convention)
 
 
 def _ingroup(groups: Tensor, out: Tensor) -> None:
@@ -195,5 +187,5 @@ def openpcdet_extensions(mmcv: Functions) -> Mapping[str, Functions]:
             "points_in_boxes_cpu": into(partial(boxes_hold, bottom=False, margin=CPU_MARGIN)),
             "points_in_boxes_gpu": partial(points_in_boxes, **_CENTRED),
         },
-        "roipoint_pool3d_cuda": {"forward": partial(roipoint_pool, **_CENTRED)},
+        "roipoint_pool3d_cuda": {"forward": partial(operators.roipoint_pool, **_CENTRED)},
     }
