@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from bevquant_hybrid._documented import names_from
 
-_NAMES = (
-    "DrawnNode",
-    "draw_partition",
-    "draw_plan",
-    "write_partition",
-)
+_NAMES = ("DrawnNode draw_partition draw_plan write_partition").split()
 __all__ = [*_NAMES]
 
 __getattr__ = names_from("drawing", *_NAMES)
