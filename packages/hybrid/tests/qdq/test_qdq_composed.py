@@ -16,6 +16,7 @@ from bevquant_hybrid.quantization import (
     get_default_calib_qconfig,
     get_default_qat_qconfig,
     prepare_calibration_fx,
+    prepare_qat,
     prepare_qat_fx,
     set_fake_quantize,
 )
@@ -71,6 +72,17 @@ def test_files_round_as_every_part_does(name: str, export: Any, tmp_path: Any) -
     # A softmax is one operator in files, and rounds to 16 bits inside in the model.
     assert not [row for row in rows if row.unexplained and "softmax" not in row.path]
     assert all(row.largest <= 1 for row in rows if row.unexplained)
+
+
+def test_an_eager_model_is_exported_by_its_parts(export: Any, tmp_path: Any) -> None:
+    layer, function, shape = MODELS["attention"]
+    net, x = Between(layer(), function).eval(), torch.randn(shape)
+    net.qconfig = get_default_qat_qconfig()
+    qat = prepare_qat(net)
+    qat(x)
+    file = export.export_qdq_onnx(qat.eval(), x, tmp_path / "file.onnx", "horizon")
+    rows = export.compare_qdq_onnx(file, qat, x)
+    assert {row.path for row in rows} >= {"layer.q_proj", "layer.context", "layer.out_proj"}
 
 
 def prepared(norm: nn.Module, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module, Tensor]:

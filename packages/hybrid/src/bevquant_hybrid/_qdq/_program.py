@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.ao.quantization import FakeQuantizeBase
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
+from torch.fx.proxy import TraceError
 from torch.utils._pytree import tree_leaves
 
 from bevquant_graph import Followed
@@ -26,8 +27,14 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
 )
 from bevquant_hybrid._fx._recipes import recipe_of
 from bevquant_hybrid._fx._scales import deployed, refuse_uncalibrated
-from bevquant_hybrid._fx._tracer import called_function, called_path, number_nodes, scope_of, trace
-from bevquant_hybrid._qdq._composed import composed_calls, inline
+from bevquant_hybrid._fx._tracer import (
+    HybridTracer,
+    called_function,
+    called_path,
+    number_nodes,
+    scope_of,
+    trace,
+)
 from bevquant_hybrid._qdq._modules import (
     SUM,
     Call,
@@ -44,6 +51,7 @@ from bevquant_hybrid._qdq._modules import (
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._functions import Arithmetic
+from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float
@@ -84,8 +92,13 @@ def read(model: nn.Module, args: Any) -> PreparedProgram:
 
 
 def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
-    """The graph, with calls of the parts in the place of modules that are composed of them."""
-    calls = composed_calls(model, graph)
+    """The graph, with calls of the parts in the place of modules that are composed of them.
+
+    What a forward decides by its example (its number of axes) is decided in the same way. A
+    forward that cannot be followed stays one call.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    calls = [node for node in calls if _has_parts(model.get_submodule(str(node.target)))]
     if not calls:
         return graph
     wanted = {node for call in calls for node in call.all_input_nodes}
@@ -96,8 +109,88 @@ def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
             values[node] = result
 
     _follow(model, graph, note, args)
-    inline(model, graph, values)
+    for node in calls:
+        given = tuple(values[source] for source in node.all_input_nodes)
+        try:
+            made = _PartsTracer(model, given).trace(_OneCall(model, node))
+        except (TraceError, TypeError, RuntimeError, ValueError, AttributeError):
+            continue
+        copies: dict[Node, Any] = {}
+        for part in made.nodes:
+            if part.op == "placeholder":
+                copies[part] = tuple(node.all_input_nodes)
+            elif part.op == "output":
+                result: Any = map_arg(part.args[0], copies.__getitem__)
+
+                def read(source: Node, call: Node = node, result: Any = result) -> Any:
+                    return result if source is call else source
+
+                for user in list(node.users):
+                    user.args, user.kwargs = map_arg((user.args, user.kwargs), read)
+                found = zip(tree_leaves(result), tree_leaves(values.get(node)), strict=False)
+                values.update((new, value) for new, value in found if isinstance(new, Node))
+            elif part.target is operator.getitem and isinstance(copies.get(part.args[0]), tuple):
+                copies[part] = copies[part.args[0]][part.args[1]]
+            else:
+                with graph.inserting_before(node):
+                    copies[part] = graph.node_copy(part, copies.__getitem__)
+                copies[part].meta["line"] = node.meta.get("line", "")
+        graph.erase_node(node)
+    # The graph of an eager model has no owner, which would say that modules are pure.
+    graph.eliminate_dead_code(lambda node: node.op != "call_module" and node.is_impure())
     return graph
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return isinstance(module, Composed) and not module.one_operator
+
+
+class _OneCall(nn.Module):
+    """A call of a graph as a forward; its input is the tuple of the nodes that the call reads."""
+
+    def __init__(self, model: nn.Module, node: Node) -> None:
+        super().__init__()
+        self._call = (model.get_submodule(str(node.target)), node)
+
+    def forward(self, given: Any) -> Any:
+        module, node = self._call
+        read = {source: given[i] for i, source in enumerate(node.all_input_nodes)}
+        args: Any = map_arg(node.args, read.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, read.__getitem__)
+        return module(*args, **kwargs)
+
+
+class _PartsTracer(HybridTracer):
+    """Follows composed modules; what their forward asks of a value, the example answers."""
+
+    def __init__(self, model: nn.Module, given: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._model, self._given = model, given
+        self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """Path in the whole model."""
+        return self._paths[mod]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is one node."""
+        return not _has_parts(m) and super().is_leaf_module(m, module_qualified_name)
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """The truth of the example's value."""
+        return bool(self._value(obj.node))
+
+    def _value(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            return self._given
+        if node.op not in ("call_function", "call_method"):
+            raise TraceError(f"{node.name} is asked for a value")
+        args: Any = map_arg(node.args, self._value)
+        kwargs: Any = map_arg(node.kwargs, self._value)
+        target: Any = node.target
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
 
 
 # Of a converted model `read` says that files are written before converting.
@@ -175,29 +268,22 @@ def _follow(model: nn.Module, graph: Graph, see: Callable[..., None], inputs: An
     def show(node: Node, given: Any, result: Any) -> None:
         see(node, given[0], result)
 
-    given = list(_placed(graph, *arguments(inputs)))
+    given = _placed(graph, *arguments(inputs))
     return Followed(model, show, graph).run(*given, enable_io_processing=False)
 
 
-def _placed(graph: Graph, positional: Any, named: Mapping[str, Any]) -> Iterator[Any]:
+def _placed(graph: Graph, positional: Any, named: Mapping[str, Any]) -> list[Any]:
     """What a call gives for each parameter of the forward."""
-    wanted = [node for node in graph.nodes if node.op == "placeholder"]
-    names = [str(node.target) for node in wanted]
-    unknown = sorted(set(named) - set(names[len(positional) :]))
-    missing = [
-        name
-        for name, node in list(zip(names, wanted, strict=True))[len(positional) :]
-        if name not in named and not node.args
-    ]
-    if len(positional) > len(names) or unknown or missing:
+    parameters = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    rest = list(parameters)[len(positional) :]
+    missing = [name for name in rest if name not in named and not parameters[name].args]
+    if len(positional) > len(parameters) or set(named) - set(rest) or missing:
         raise TypeError(
-            f"{_CALLER}: the forward takes {', '.join(names)}, and the example has "
+            f"{_CALLER}: the forward takes {', '.join(parameters)}, and the example has "
             f"{len(positional)} positional inputs and {', '.join(named) or 'no'} named ones; give "
             "a tuple or a dict with what it takes"
         )
-    yield from positional
-    for name, node in list(zip(names, wanted, strict=True))[len(positional) :]:
-        yield named[name] if name in named else node.args[0]
+    return [*positional, *(named.get(name, *parameters[name].args) for name in rest)]
 
 
 class _NodeReader:

@@ -8,8 +8,8 @@ _NAMES = (
     "END Call MemoryReading QConfigReport Stage Statistic check_deploy_device check_qconfig "
     "check_unfused_operations compare_script_models compare_stages compare_weights "
     "featuremap_similarity get_module_called_count get_raw_features model_profiler "
-    "profile_featuremap read_memory record_calls render_stages script_profile set_preserve_qat_mode "
-    "show_cuda_memory_consumption"
+    "profile_featuremap read_memory record_calls render_stages script_profile "
+    "set_preserve_qat_mode show_cuda_memory_consumption"
 ).split()
 __all__ = [*_NAMES]
 
