@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from torch import nn
 
 from bevquant_hybrid.compilation import (
@@ -25,32 +26,6 @@ from bevquant_quantizers.documents import text_table, write_whole
 
 from ._estimate import LayerEstimate, estimate_layers, estimate_performance
 
-_STYLE = """
-:root { --page:#fff; --ink:#1d2733; --soft:#5b6876; --line:#dde3e9; --note:#fff6e0;
-  --rim:#e8c477; --compute:#c2741a; --memory:#2f6fb3; }
-@media (prefers-color-scheme: dark) { :root { --page:#12161b; --ink:#e8edf2; --soft:#a3afbb;
-  --line:#2b333c; --note:#332813; --rim:#7a5c23; --compute:#e5a14b; --memory:#6ea8e6; } }
-body { background:var(--page); color:var(--ink); margin:2rem auto; max-width:72rem;
-  padding:0 1.5rem; font:15px/1.5 system-ui,sans-serif }
-h1 { font-size:1.35rem; margin:0 0 .25rem } h2 { font-size:1.05rem; margin:2rem 0 .5rem }
-.note { background:var(--note); border:1px solid var(--rim); border-radius:8px; margin:1rem 0;
-  padding:.7rem 1rem } .note b { display:block }
-.facts { display:flex; flex-wrap:wrap; gap:.75rem; margin:1rem 0; padding:0; list-style:none }
-.facts li { border:1px solid var(--line); border-radius:8px; padding:.5rem .9rem; min-width:8rem }
-.facts b { display:block; font-size:1.15rem; font-variant-numeric:tabular-nums }
-.facts span, .soft, td.soft { color:var(--soft); font-size:.87rem }
-.scroll { overflow-x:auto }
-table { border-collapse:collapse; width:100%; font-size:.87rem }
-th { color:var(--soft); font-weight:600; text-align:left; white-space:nowrap }
-th, td { border-bottom:1px solid var(--line); padding:.3rem .7rem .3rem 0; vertical-align:middle }
-td.n, th.n { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
-td.path { font-family:ui-monospace,Menlo,Consolas,monospace; overflow-wrap:anywhere }
-td.bars { min-width:13rem; width:30% }
-.bar { height:6px; border-radius:3px; margin:2px 0; min-width:1px }
-.compute { background:var(--compute) } .memory { background:var(--memory) }
-.key { display:inline-block; width:1.4rem; height:6px; border-radius:3px; margin:0 .3rem .15rem 0 }
-tfoot td { border:0; font-weight:600 } a { color:var(--memory); overflow-wrap:anywhere }
-"""
 _FIGURES = {
     "peak_tops": "10¹² int8 operations per second, all cores",
     "cores": "BPU cores",
@@ -79,9 +54,7 @@ def render_layers(layers: Sequence[LayerEstimate]) -> str:
                 f"with {layer.fused_into}" if layer.fused_into else layer.bound,
             ]
         )
-    operations = sum(layer.operations for layer in layers)
-    moved = sum(layer.loaded_bytes + layer.stored_bytes for layer in layers)
-    seconds = sum(layer.seconds for layer in layers)
+    operations, moved, seconds = _totals(layers).values()
     intensity = f"{operations / moved:.1f}" if moved else "0.0"
     rows.append(
         ["total", "", f"{operations:,}", f"{moved:,}", intensity, f"{seconds * 1e6:.1f}", ""]
@@ -91,36 +64,39 @@ def render_layers(layers: Sequence[LayerEstimate]) -> str:
 
 def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> str:
     """The page of an estimate."""
-    title = f"{summary['model name']} on {summary['BPU march']}"
-    facts = (
-        ("frames per second", _three_digits(summary["FPS"])),
-        ("latency", _duration(summary["latency (us)"])),
-        ("operations per run", f"{summary['BPU OPs per run (effective)']:,}"),
-        ("DDR memory per run", f"{summary['DDR megabytes per run']:,.3f} MiB"),
-        ("frames per run", f"{summary['frame per run']}"),
-        ("BPU cores", f"{summary['BPU core number']}"),
+    facts = {
+        "frames per second": _three_digits(summary["FPS"]),
+        "latency": _duration(summary["latency (us)"]),
+        "operations per run": f"{summary['BPU OPs per run (effective)']:,}",
+        "DDR memory per run": f"{summary['DDR megabytes per run']:,.3f} MiB",
+        "frames per run": summary["frame per run"],
+        "BPU cores": summary["BPU core number"],
+    }
+    note, figures = summary["estimate"].partition(": ")[2], summary["figures"]
+    text = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
+    page = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    inputs = ", ".join(f"{name} {size}" for name, size in summary["input features"][1:])
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}: estimate</title><style>{_STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            f'<div class="soft">inputs: {escape(inputs)} (batch, height, width, channels)</div>',
-            '<div class="note"><b>An estimate, not a measurement</b>'
-            f"{escape(_without_headline(summary['estimate']))}</div>",
-            '<ul class="facts">',
-            *(
-                f"<li><b>{escape(value)}</b><span>{escape(name)}</span></li>"
-                for name, value in facts
-            ),
-            "</ul>",
-            *_layers(layers),
-            *_sources(summary["figures"]),
-            "</body></html>\n",
-        ]
+    return page.from_string(text).render(
+        title=f"{summary['model name']} on {summary['BPU march']}",
+        inputs=", ".join(f"{name} {size}" for name, size in summary["input features"][1:]),
+        note=note[:1].upper() + note[1:],
+        facts=facts.items(),
+        layers=layers,
+        **_totals(layers),
+        longest=max((layer.seconds for layer in layers), default=0.0),
+        chip=figures["chip"],
+        figures=[(text, figures[name]) for name, text in _FIGURES.items()],
     )
+
+
+def _totals(layers: Sequence[LayerEstimate]) -> dict[str, Any]:
+    """Operations, bytes moved and seconds of all layers."""
+    return {
+        "operations": sum(layer.operations for layer in layers),
+        "moved": sum(layer.loaded_bytes + layer.stored_bytes for layer in layers),
+        "seconds": sum(layer.seconds for layer in layers),
+    }
 
 
 def _duration(microseconds: float) -> str:
@@ -132,75 +108,6 @@ def _duration(microseconds: float) -> str:
 def _three_digits(value: float) -> str:
     """Three significant digits: an estimate is not finer."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
-
-
-def _without_headline(text: str) -> str:
-    return text.partition(": ")[2][:1].upper() + text.partition(": ")[2][1:]
-
-
-def _layers(layers: Sequence[LayerEstimate]) -> list[str]:
-    longest = max((max(la.compute_seconds, la.memory_seconds) for la in layers), default=0.0)
-    total = sum(layer.seconds for layer in layers)
-    moved = sum(layer.loaded_bytes + layer.stored_bytes for layer in layers)
-    heads = (
-        '<th>layer</th><th>operator</th><th class="n">operations</th><th class="n">bytes</th>'
-        '<th class="n">op/byte</th><th class="n">µs</th><th class="n">share</th><th>takes</th>'
-    )
-    return [
-        "<h2>Layers</h2>",
-        '<div class="soft"><span class="key compute"></span>computing at the peak rate &nbsp; '
-        '<span class="key memory"></span>loading and storing; the longer one counts</div>',
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>',
-        *(_row(layer, longest, total) for layer in layers),
-        '</tbody><tfoot><tr><td>total</td><td></td><td class="n">'
-        f'{sum(layer.operations for layer in layers):,}</td><td class="n">{moved:,}</td>'
-        f'<td></td><td class="n">{total * 1e6:,.1f}</td><td></td><td></td></tr></tfoot>'
-        "</table></div>",
-    ]
-
-
-def _row(layer: LayerEstimate, longest: float, total: float) -> str:
-    operator = layer.operator.rpartition(".")[2]
-    head = (
-        f'<tr><td class="path">{escape(layer.path)}</td>'
-        f'<td title="{escape(layer.operator)}">{escape(operator)}</td>'
-        f'<td class="n">{layer.operations:,}</td>'
-    )
-    if layer.fused_into and not layer.seconds:
-        with_it = f'<td class="soft" colspan="5">computed with {escape(layer.fused_into)}</td>'
-        return f"{head}{with_it}</tr>"
-    if not layer.seconds:
-        return f'{head}<td class="soft" colspan="5">costs the BPU nothing</td></tr>'
-    bars = "".join(
-        f'<div class="bar {kind}" style="width:{100 * cost / longest:.2f}%"></div>'
-        for kind, cost in (("compute", layer.compute_seconds), ("memory", layer.memory_seconds))
-        if cost
-    )
-    return (
-        f'{head}<td class="n">{layer.loaded_bytes + layer.stored_bytes:,}</td>'
-        f'<td class="n">{layer.intensity:,.1f}</td><td class="n">{layer.seconds * 1e6:,.1f}</td>'
-        f'<td class="n">{100 * layer.seconds / total:.1f} %</td><td class="bars">{bars}</td></tr>'
-    )
-
-
-def _sources(figures: Mapping[str, Any]) -> list[str]:
-    rows = []
-    for name, figure in figures.items():
-        if isinstance(figure, Mapping) and name in _FIGURES:  # a CPU's tell nothing here
-            source = escape(str(figure["source"]))
-            rows.append(
-                f"<tr><td>{escape(_FIGURES[name])}</td>"
-                f'<td class="n">{figure["value"]:g}</td><td>{escape(figure["basis"])}</td>'
-                f'<td>{escape(figure["note"])}<br><a href="{source}">{source}</a></td></tr>'
-            )
-    return [
-        "<h2>What it rests on</h2>",
-        f'<div class="soft">{escape(str(figures["chip"]))}</div><div class="scroll"><table><thead>'
-        '<tr><th>figure</th><th class="n">value</th><th>basis</th><th>what its source says</th>'
-        "</tr></thead><tbody>",
-        *rows,
-        "</tbody></table></div>",
-    ]
 
 
 def perf_model(
