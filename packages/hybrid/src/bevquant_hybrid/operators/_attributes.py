@@ -101,30 +101,23 @@ def row_of_function(
 _STORED = {torch.int8: "qint8", torch.int16: "qint16"}
 Shape = tuple[int, ...]
 # Parameters after the first input, in order: torch's built-in functions have no signature.
-_PARAMETERS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "avg_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0)),
-    "max_pool2d": (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1)),
-    "interpolate": (
-        *(("size", None), ("scale_factor", None), ("mode", "nearest")),
-        *(("align_corners", None), ("recompute_scale_factor", None)),
-    ),
-    "grid_sample": (("grid", None), ("mode", "bilinear"), ("padding_mode", "zeros")),
-    "pad": (("pad", None), ("mode", "constant")),
-    "layer_norm": (("normalized_shape", None),),
-    "linear": (("weight", None), ("bias", None)),
-    "transpose": (("dim0", None), ("dim1", None)),
-    "conv2d": (
-        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
-        *(("dilation", 1), ("groups", 1)),
-    ),
-    "conv_transpose2d": (
-        *(("weight", None), ("bias", None), ("stride", 1), ("padding", 0)),
-        *(("output_padding", 0), ("groups", 1), ("dilation", 1)),
-    ),
+_CONV = {"weight": None, "bias": None, "stride": 1, "padding": 0}
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    "avg_pool2d": {"kernel_size": None, "stride": None, "padding": 0},
+    "max_pool2d": {"kernel_size": None, "stride": None, "padding": 0, "dilation": 1},
+    "interpolate": {
+        **{"size": None, "scale_factor": None, "mode": "nearest"},
+        **{"align_corners": None, "recompute_scale_factor": None},
+    },
+    "grid_sample": {"grid": None, "mode": "bilinear", "padding_mode": "zeros"},
+    "pad": {"pad": None, "mode": "constant"},
+    "layer_norm": {"normalized_shape": None},
+    "linear": {"weight": None, "bias": None},
+    "transpose": {"dim0": None, "dim1": None},
+    **{name: {**_CONV, "dilation": 1, "groups": 1} for name in ("conv2d", "conv3d")},
+    "conv_transpose2d": {**_CONV, "output_padding": 0, "groups": 1, "dilation": 1},
 }
-_PARAMETERS["conv3d"] = _PARAMETERS["conv2d"]
 _REDUCTIONS = ("mean", "sum", "max", "min", "argmax", "argmin", "amax", "amin")
-_OTHER: Any = object()
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -226,18 +219,14 @@ def weighted_part(row: str, module: nn.Module) -> nn.Module:
 def module_attributes(row: str, module: nn.Module, shapes: Sequence[Shape]) -> dict[str, Value]:
     """Attributes of a module's call that its row names."""
     part = weighted_part(row, module)
-    found: dict[str, Value] = {}
-    for name in (
+    names = (
         *("in_channels", "out_channels", "in_features", "out_features", "kernel_size", "stride"),
         *("padding", "dilation", "groups", "output_padding", "mode", "align_corners"),
         *("scale_factor", "recompute_scale_factor", "padding_mode", "normalized_shape"),
         *("add_bias_kv", "add_zero_attn", "embed_dim", "kdim", "vdim", "shuffle_index"),
         *("max_displacement", "stride1", "stride2", "pad_size"),
-    ):
-        if hasattr(part, name):
-            value = _plain(getattr(part, name))
-            if value is not _OTHER:
-                found[name] = value
+    )
+    found = _plain({name: getattr(part, name) for name in names if hasattr(part, name)})
     weight = getattr(part, "weight", None)
     if isinstance(weight, Tensor):  # fixed-point modules keep no sizes beside their weights
         found = _sizes_of_weight(row, tuple(weight.shape), found) | found
@@ -265,16 +254,12 @@ def function_attributes(
 ) -> dict[str, Value]:
     """Attributes of a function's call: its arguments under the names of the limits."""
     name = name.strip("_")
-    found: dict[str, Value] = {}
     rank = len(shapes[0]) if shapes else 0
     given = {
         parameter: kwargs.get(parameter, args[1 + i] if len(args) > 1 + i else default)
-        for i, (parameter, default) in enumerate(_PARAMETERS.get(name, ()))
+        for i, (parameter, default) in enumerate(_PARAMETERS.get(name, {}).items())
     }
-    for parameter, value in given.items():
-        plain = _plain(value)
-        if plain is not _OTHER:
-            found[parameter] = plain
+    found = _plain(given)
     if isinstance(given.get("weight"), Tensor):
         found |= _weight_attributes(row, tuple(given["weight"].shape), int(given.get("groups", 1)))
     if name in ("conv2d", "conv3d"):
@@ -313,21 +298,12 @@ def _axes(dim: Any, rank: int) -> Value:
 
 
 def _moved_axes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> Value:
-    order = list(range(rank))
-    if name == "permute":
-        dims = kwargs.get("dims", args[1:])
-        dims = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
-        order = [d % rank for d in dims]
-    elif name == "transpose":
-        first, second = (
-            kwargs.get(key, args[1 + i] if len(args) > 1 + i else 0) % rank
-            for i, key in enumerate(("dim0", "dim1"))
-        )
-        order[first], order[second] = second, first
-    elif name in ("mT", "mH"):
-        order[-2:] = order[-1], order[-2]
-    else:
-        order.reverse()
+    order: Sequence[int] = range(rank)
+    if name == "T":
+        order = order[::-1]
+    else:  # of a view, in which the size of each axis is its number
+        move = getattr(torch.empty(tuple(order), device="meta"), name)
+        order = (move if isinstance(move, Tensor) else move(*args[1:], **kwargs)).shape
     letters = axis_names(rank)
     return tuple(letters[axis] for place, axis in enumerate(order) if place != axis)
 
@@ -339,13 +315,15 @@ def _box_format(shapes: Sequence[Shape]) -> str:
     return ", ".join(str(list(shape)) for shape in boxes) or "none"
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as a number, string, None or tuple of them; ``_OTHER`` if it is none of these."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    if isinstance(value, tuple | list) and all(isinstance(v, int | float | str) for v in value):
-        return tuple(value)
-    return _OTHER
+def _plain(values: Mapping[str, Any]) -> dict[str, Value]:
+    """The values that are None, a number, a string or several of these, as a tuple."""
+    found = {name: tuple(v) if isinstance(v, tuple | list) else v for name, v in values.items()}
+
+    def known(value: Any) -> bool:
+        each = value if isinstance(value, tuple) else (value,)
+        return value is None or all(isinstance(item, int | float | str) for item in each)
+
+    return {name: value for name, value in found.items() if known(value)}
 
 
 def _finish(found: dict[str, Value]) -> dict[str, Value]:

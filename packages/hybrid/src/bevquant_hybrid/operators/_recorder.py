@@ -127,15 +127,6 @@ class Watch(TorchFunctionMode):
         return self.after(seen, func(*args, **kwargs))
 
 
-class _Draft:
-    """A call under construction: its consumers are known at the end."""
-
-    def __init__(self, fields: dict[str, Any], index: object) -> None:
-        self.fields = fields
-        self.index = index  # the tensor of indices that max and its like return
-        self.readers: list[str] = []
-
-
 class Recorder(Watch):
     """Records calls and follows values by their identity."""
 
@@ -145,8 +136,9 @@ class Recorder(Watch):
         self._model = model
         self._table = table
         self._dtype_of = dtype_of
-        self._drafts: list[_Draft] = []
-        self._by_path: dict[str, dict[str, Any]] = {}
+        # Fields of calls, with the readers of the indices that max and its like return
+        self._drafts: list[tuple[dict[str, Any], list[str] | None]] = []
+        self.drafts: dict[str, dict[str, Any]] = {}  # the same fields, which may change, by path
         self._taken: dict[str, int] = {}
         self._scopes: list[str] = []
         self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
@@ -279,10 +271,10 @@ class Recorder(Watch):
         dtype = asked or output_dtype(operator, row, module, dtypes, outputs[0])
         for value in inputs:
             self._index_readers.get(id(value), []).append(operator)
-        index: object = None
+        index, readers = None, None
         if row is not None and "index_is_output" in row.needs:
             index = outputs[-1] if len(outputs) > 1 or "arg" in operator else None
-            self._index_readers[id(index)] = []
+            readers = self._index_readers[id(index)] = []
         fields = {
             "path": path,
             "operator": operator,
@@ -295,8 +287,8 @@ class Recorder(Watch):
             "bias_count": biases,
             "inputs": tuple(self.makers.get(id(v), "") for v in inputs),
         }
-        self._drafts.append(_Draft(fields, index))
-        self._by_path[path] = fields
+        self._drafts.append((fields, readers))
+        self.drafts[path] = fields
         for value in outputs:
             self.know(value, "qint32" if value is index else dtype, path)
 
@@ -304,32 +296,27 @@ class Recorder(Watch):
         count = self._taken[path] = self._taken.get(path, -1) + 1
         return f"{path}_{count}" if count else path  # a module called twice, a second function
 
-    def draft(self, path: str) -> dict[str, Any] | None:
-        """The fields of a call on record, which may still change; None where there is none."""
-        return self._by_path.get(path)
-
     def rename(self, old: str, new: str) -> str:
         """Change a recorded call's path, as long as its result has no consumer."""
         new = self._unique(new)
-        fields = self._by_path[new] = self._by_path.pop(old)
+        fields = self.drafts[new] = self.drafts.pop(old)
         fields["path"] = new
         return new
 
     def forget(self, path: str) -> None:
         """Remove a recorded call that is part of another."""
-        fields = self._by_path.pop(path, None)
-        self._drafts = [draft for draft in self._drafts if draft.fields is not fields]
+        fields = self.drafts.pop(path, None)
+        self._drafts = [draft for draft in self._drafts if draft[0] is not fields]
 
     def finish(self, outputs: Any) -> list[OperatorCall]:
         """The calls, completed with consumers and outputs."""
         readers: dict[str, list[dict[str, Any]]] = {}
-        for draft in self._drafts:
-            for maker in draft.fields["inputs"]:
-                readers.setdefault(maker, []).append(draft.fields)
+        for fields, _ in self._drafts:
+            for maker in fields["inputs"]:
+                readers.setdefault(maker, []).append(fields)
         leaving = {self.makers.get(id(v)) for v in tensors_in(outputs)}
         calls = []
-        for draft in reversed(self._drafts):
-            fields = draft.fields
+        for fields, of_indices in reversed(self._drafts):
             path = fields["path"]
             followers = readers.get(path, [])
             ends = path in leaving or bool(followers)
@@ -337,11 +324,9 @@ class Recorder(Watch):
                 f["is_model_output"] and f["operator"].rpartition(".")[2] in _LEAVING
                 for f in followers
             )
-            row = self._table.find(fields["operator"])
-            if row is not None and "index_is_output" in row.needs:
-                known = self._index_readers.get(id(draft.index), [])
+            if of_indices is not None:
                 fields["attributes"]["index_is_output"] = all(
-                    reader.rpartition(".")[2] in _LEAVING for reader in known
+                    reader.rpartition(".")[2] in _LEAVING for reader in of_indices
                 )
             calls.append(OperatorCall(**fields))
         return calls[::-1]

@@ -209,7 +209,7 @@ class _Reader:
     def _continues(self, step: Step, data: list[Any]) -> bool:
         """Whether the step completes the call that made its first input; then it is noted there."""
         maker = self.book.makers[id(data[0])]
-        draft = self.book.draft(maker)
+        draft = self.book.drafts.get(maker)
         if draft is None or draft["output_dtype"] != "qint32":
             return False
         if step.name == "accumulate":
@@ -240,7 +240,7 @@ class _Reader:
             scale = getattr(find_module(self._model, path), "scale", None)
             if isinstance(scale, Tensor) and scale.numel() == 1:
                 return float(scale)
-            draft = self.book.draft(path)
+            draft = self.book.drafts.get(path)
             path = draft["inputs"][0] if draft and draft["inputs"] else ""
         return None
 
@@ -288,7 +288,7 @@ class _Reader:
 
     def _bound(self, step: Step, value: Any) -> None:
         """A bound above or below: a rectifier or clamp, or the begin or end of another call."""
-        draft = self.book.draft(self.book.makers[id(value)]) or {}
+        draft = self.book.drafts.get(self.book.makers[id(value)]) or {}
         maker = draft.get("operator", "")
         name = "clamp"
         if step.name.startswith("clamp") and step.arguments.get("max") is None:
