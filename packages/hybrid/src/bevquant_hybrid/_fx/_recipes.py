@@ -392,19 +392,16 @@ def _elementwise(operation: str, make: Callable[..., nn.Module]) -> Rule:
     return rule
 
 
-_SAME_NAME = (  # torch.acos is functions.Acos, and so on
-    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp"),
-    *("Floor", "Reciprocal", "Sin", "Sinh", "Sqrt", "Tan"),
-)
 _MODULES: dict[Any, tuple[str, Callable[..., nn.Module]]] = {
     **dict.fromkeys((torch.sigmoid, F.sigmoid, "sigmoid"), ("sigmoid", nn.Sigmoid)),
     **dict.fromkeys((torch.tanh, F.tanh, "tanh"), ("tanh", nn.Tanh)),
     **dict.fromkeys((torch.log, "log"), ("log", functions.HardLog)),
-    **dict.fromkeys((F.selu, torch.selu), ("selu", functions.Selu)),
+    torch.selu: ("selu", functions.Selu),
     **{
-        spelling: (name.lower(), getattr(functions, name))
-        for name in _SAME_NAME
-        for spelling in (getattr(torch, name.lower()), name.lower())
+        spelling: (kind.function.__name__, kind)
+        for kind in functions.ElementwiseFunction.__subclasses__()
+        if kind.__name__.lower() == kind.function.__name__
+        for spelling in (kind.function, kind.function.__name__)
     },
     **dict.fromkeys((F.softmax, torch.softmax, "softmax"), ("softmax", nn.Softmax)),
     F.glu: ("glu", nn.GLU),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid._integer_ops import operator
-from bevquant_hybrid.nn._functions import shown
+from bevquant_hybrid.nn._functions import showing
 
 
 def plain_sizes(x: Tensor) -> tuple[int, ...]:
@@ -180,6 +180,4 @@ class Correlation(nn.Module):
         channels = channels_of("Correlation", data1, data2)
         return correlate(data1, data2, *self.window) / (self.kernel_size**2 * channels)
 
-    def extra_repr(self) -> str:
-        """Print the settings."""
-        return shown(self, "kernel_size", "max_displacement", "stride1", "stride2", "pad_size")
+    extra_repr = showing("kernel_size", "max_displacement", "stride1", "stride2", "pad_size")

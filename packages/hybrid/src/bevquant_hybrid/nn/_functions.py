@@ -16,9 +16,14 @@ from bevquant_hybrid._sampling import sampling_places
 from bevquant_hybrid.qtensor import as_float
 
 
-def shown(module: nn.Module, *names: str) -> str:
-    """Settings of a module, for its `extra_repr`."""
-    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+def showing(*names: str) -> Callable[[Any], str]:
+    """An `extra_repr` that prints settings of a module."""
+
+    def extra_repr(self: nn.Module) -> str:
+        """Print the settings."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    return extra_repr
 
 
 class ElementwiseFunction(nn.Module):
@@ -163,8 +168,7 @@ class GridSample(nn.Module):
         places = sampling_places(as_float(grid), x.shape[2], x.shape[3])
         return F.grid_sample(x, places, self.mode, self.padding_mode, align_corners=False)
 
-    def extra_repr(self) -> str:
-        return shown(self, "mode", "padding_mode")
+    extra_repr = showing("mode", "padding_mode")
 
 
 def normalized(
@@ -264,8 +268,7 @@ class Normalize(nn.Module):
         dim: Any = self.dim
         return nn.functional.normalize(x, 2.0, dim, self.eps)
 
-    def extra_repr(self) -> str:
-        return shown(self, "dim", "eps")
+    extra_repr = showing("dim", "eps")
 
 
 class RMSNorm(nn.RMSNorm):

@@ -13,7 +13,7 @@ from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
 from bevquant_hybrid.nn._correlation import plain_sizes
-from bevquant_hybrid.nn._functions import shown
+from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import as_float
 
 _LARGEST = math.log(1000 / 16)  # largest growth of a side in Detectron and torchvision
@@ -309,9 +309,7 @@ class RcnnPostProcess(nn.Module):
             **settings_of(self, detect_regions),
         )
 
-    def extra_repr(self) -> str:
-        """Print classes and thresholds."""
-        return shown(self, "num_classes", "box_filter_threshold", "nms_threshold", "post_nms_top_k")
+    extra_repr = showing("num_classes", "box_filter_threshold", "nms_threshold", "post_nms_top_k")
 
 
 @operator

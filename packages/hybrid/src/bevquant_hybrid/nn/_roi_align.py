@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._sampling import multi_scale_roi_align
-from bevquant_hybrid.nn._functions import shown
+from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import as_float
 
 
@@ -102,5 +102,4 @@ class MultiScaleRoIAlign(nn.Module):
         """
         return multi_scale_roi_align(featmaps, *self.placed(featmaps, boxes), *self.settings())
 
-    def extra_repr(self) -> str:
-        return shown(self, "output_size", "feature_strides", "sampling_ratio", "aligned")
+    extra_repr = showing("output_size", "feature_strides", "sampling_ratio", "aligned")

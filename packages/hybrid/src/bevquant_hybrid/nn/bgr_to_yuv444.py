@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bevquant_hybrid.functional import bgr2yuv, rgb2yuv
+from bevquant_hybrid.nn._functions import showing
 
 __all__ = ["BgrToYuv444", "bgr_to_yuv444"]
 
@@ -43,6 +44,4 @@ class BgrToYuv444(nn.Module):
         """Convert."""
         return bgr_to_yuv444(input, self.channel_reversal)
 
-    def extra_repr(self) -> str:
-        """Print the setting."""
-        return f"channel_reversal={self.channel_reversal}"
+    extra_repr = showing("channel_reversal")

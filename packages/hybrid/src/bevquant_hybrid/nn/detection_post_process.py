@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
-from bevquant_hybrid.nn._functions import shown
+from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import as_float
 
 from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
@@ -262,6 +262,4 @@ class DetectionPostProcess(nn.Module):
         images = len(found) // 3
         return tuple(found[:images]), tuple(found[images:-images]), tuple(found[-images:])
 
-    def extra_repr(self) -> str:
-        """Print thresholds and mode."""
-        return shown(self, "score_threshold", "iou_threshold", "mode")
+    extra_repr = showing("score_threshold", "iou_threshold", "mode")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
-from bevquant_hybrid.nn._functions import shown
+from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
@@ -221,9 +221,7 @@ class DetectionPostProcessV1(nn.Module):
         )
         return list(zip(found[::3], found[1::3], found[2::3], strict=True))
 
-    def extra_repr(self) -> str:
-        """Print classes and thresholds."""
-        return shown(self, "num_classes", "box_filter_threshold", "nms_threshold", "nms_margin")
+    extra_repr = showing("num_classes", "box_filter_threshold", "nms_threshold", "nms_margin")
 
 
 def _in_sixteenths(x: Tensor) -> Tensor:

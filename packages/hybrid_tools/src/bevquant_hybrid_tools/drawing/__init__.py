@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -25,35 +26,6 @@ from bevquant_hybrid_tools.drawing._layers import (
 from bevquant_quantizers.documents import write_whole
 
 __all__ = ["DrawnNode", "draw_partition", "draw_plan", "write_partition"]
-
-_STYLE = """
-svg { --page:#ffffff; --ink:#1d2733; --soft:#5b6876; --line:#64717f; --card:#ffffff;
-  --bpu:#2f6fb3; --bpu-area:#dfebf8; --bpu-rim:#aecbe9;
-  --cpu:#b4690e; --cpu-area:#fdecd4; --cpu-rim:#f1cd97;
-  --plain:#8894a1; --quantize:#17795a; --dequantize:#7b4ba6; --on:#ffffff; }
-@media (prefers-color-scheme: dark) { svg { --page:#12161b; --ink:#e8edf2; --soft:#a3afbb;
-  --line:#8f9ba8; --card:#1b2128;
-  --bpu:#6ea8e6; --bpu-area:#152b42; --bpu-rim:#2a4f78;
-  --cpu:#e5a14b; --cpu-area:#3a2a12; --cpu-rim:#6b4d1f;
-  --plain:#76828f; --quantize:#23845f; --dequantize:#8b5cb8; --on:#ffffff; } }
-.page { fill:var(--page) }
-text { font-family:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace;
-  fill:var(--ink) }
-.title { font-size:16px; font-weight:600 }
-.name { font-size:12px; font-weight:600 }
-.what { font-size:10.5px; fill:var(--soft) }
-.key { font-size:11px; fill:var(--soft) }
-.sign { font-size:11px; fill:var(--on) } .sign tspan { font-weight:700 }
-.card { fill:var(--card); stroke-width:1.25 }
-.card.BPU { stroke:var(--bpu) } .card.CPU { stroke:var(--cpu) } .card.plain { stroke:var(--plain) }
-.bar.BPU { fill:var(--bpu) } .bar.CPU { fill:var(--cpu) }
-.rim.BPU { fill:var(--bpu-rim) } .rim.CPU { fill:var(--cpu-rim) }
-.area.BPU { fill:var(--bpu-area) } .area.CPU { fill:var(--cpu-area) }
-.quantize { fill:var(--quantize) } .dequantize { fill:var(--dequantize) }
-.edge { fill:none; stroke:var(--line); stroke-width:1.4; stroke-linejoin:round }
-.edge.float { stroke-dasharray:5 3.5 }
-.head { fill:var(--line) }
-""".strip()
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # Boundaries that were put in are called after whom they serve; Q and DQ say the rest.
@@ -147,13 +119,14 @@ def draw_partition(nodes: Sequence[DrawnNode], *, title: str = "Partition") -> s
     width, height = _n(max(placed.width, _NARROWEST)), _n(placed.height)
     bpu, cpu = (sum(node.place == place for node in nodes) for place in ("BPU", "CPU"))
     signs = sum(bool(node.boundary) for node in nodes)
+    style = (resources.files(__package__) / "style.css").read_text(encoding="utf-8")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-labelledby="t d">',
         f'<title id="t">{_safe(title)}</title>',
         f'<desc id="d">{bpu} operators on the BPU, {cpu} on the CPU, {signs} boundaries between '
         "them</desc>",
-        f"<style>{_STYLE}</style>",
+        f"<style>{style.strip()}</style>",
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" '
         'markerHeight="8" orient="auto" markerUnits="userSpaceOnUse"><path class="head" '
         'd="M0 0.8 L8 4 L0 7.2 z"/></marker></defs>',

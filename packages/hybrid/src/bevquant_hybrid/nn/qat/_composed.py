@@ -12,7 +12,7 @@ from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._observers import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
-from bevquant_hybrid.nn._functions import Exp, InverseNorm, Reciprocal
+from bevquant_hybrid.nn._functions import Exp, InverseNorm, Reciprocal, showing
 from bevquant_hybrid.nn._functions import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import LayerNorm as AnyAxesLayerNorm
 from bevquant_hybrid.nn._functions import Normalize as FloatNormalize
@@ -207,9 +207,7 @@ class Softmax(Composed):
         quantized: Tensor = self.mul.activation_post_process(shares)
         return quantized
 
-    def extra_repr(self) -> str:
-        """Print the axis, as in torch."""
-        return f"dim={self.dim}"
+    extra_repr = showing("dim")  # as in torch
 
 
 def _of_exponential(qconfig: Any) -> QConfig:

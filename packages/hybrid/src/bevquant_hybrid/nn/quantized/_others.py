@@ -129,15 +129,9 @@ class LayerNorm(FixedPoint):
     weight: Tensor | None
     bias: Tensor | None
 
-    settings = ("axes", "normalized_shape", "eps")
+    settings, doubles = ("axes", "normalized_shape", "eps"), ("weight", "bias")
     axes: list[int]
     eps: float
-
-    def __init__(self, source: nn.Module, rounding: str) -> None:
-        super().__init__(source, rounding)
-        for name in ("weight", "bias"):
-            value: Any = getattr(source, name)
-            self.register_buffer(name, None if value is None else value.detach().double())
 
     def forward(self, x: QTensor) -> QTensor:
         """Normalize integers."""
@@ -149,13 +143,12 @@ class RMSNorm(FixedPoint):
     """x/√(mean of squares + ε)·weight in float64, rounded once."""
 
     weight: Tensor | None
+    doubles = ("weight",)
 
     def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
         self.axes = [-1 - i for i in range(len(source.normalized_shape))]
         self.eps = torch.finfo(torch.float32).eps if source.eps is None else source.eps
-        weight = source.weight
-        self.register_buffer("weight", None if weight is None else weight.detach().double())
 
     def forward(self, x: QTensor) -> QTensor:
         """Normalize integers."""

@@ -46,12 +46,14 @@ class FixedPoint(nn.Module):
         dtype: Output type.
         rounding: ``"half_up"`` or ``"half_even"``.
         settings: Attributes copied from its QAT form.
+        doubles: Parameters of it, kept in float64; None where it has none.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
+    doubles: ClassVar[tuple[str, ...]] = ()
     scale: Tensor
 
-    def __init__(self, source: nn.Module, rounding: str) -> None:
+    def __init__(self, source: Any, rounding: str) -> None:
         super().__init__()
         self.rounding = rounding
         self.qualified_name = module_path(source)
@@ -63,6 +65,9 @@ class FixedPoint(nn.Module):
             self.register_buffer("zero_point", torch.zeros_like(self.scale, dtype=torch.long))
         for name in self.settings:
             setattr(self, name, getattr(source, name))
+        for name in self.doubles:
+            value = getattr(source, name)
+            self.register_buffer(name, None if value is None else value.detach().double())
         self.training = False
 
     @property
