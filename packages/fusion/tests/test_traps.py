@@ -10,6 +10,7 @@ from torch import nn
 from bevquant_fusion import (
     fuse_conv_bn_weights,
     fuse_model,
+    fuse_parts,
     fuse_sparse_conv_bn,
     fuse_sparse_conv_bn_weights,
 )
@@ -143,5 +144,8 @@ def test_trap_21_transposed_weights_are_scaled_along_their_own_axis(groups):
 def test_what_cannot_be_copied_is_named() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)).eval()
     net.lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"fuse_model: attribute 'lock' .* cannot be copied"):
+    refused = r"attribute 'lock' .* cannot be copied .* Remove it for this call$"
+    with pytest.raises(ValueError, match=f"^fuse_model: {refused}"):
         fuse_model(net, torch.ones(1, 1, 2, 2))
+    with pytest.raises(ValueError, match=f"^fuse_parts: {refused}"):
+        fuse_parts(net, (torch.ones(1, 1, 2, 2),), ["0"])

@@ -9,8 +9,6 @@ from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weig
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from bevquant_graph import copied
-
 _Hook = WeightNorm | SpectralNorm | prune.BasePruningMethod
 
 
@@ -23,14 +21,8 @@ def computed_weights(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def keep_computed_weights(model: nn.Module, inplace: bool) -> nn.Module:
-    """The model with every such weight as a parameter, of the value in evaluation mode.
-
-    Args:
-        model: In evaluation mode.
-        inplace: Change the model itself, not a copy.
-    """
-    model = model if inplace else copied(model, "fuse_model")
+def keep_computed_weights(model: nn.Module) -> nn.Module:
+    """The model, with every such weight changed to a parameter of its value in evaluation mode."""
     for path in computed_weights(model):
         module = model.get_submodule(path)
         if parametrize.is_parametrized(module):

@@ -45,6 +45,7 @@ from ._result import Fused, FusionResult, Skipped, joined
 from ._structure import activations
 
 _Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+_Change = Callable[[], nn.Module] | None
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _PIECE = 1 << 15  # values that are compared at once: they stay in the cache
 
@@ -118,14 +119,12 @@ def fuse_model(
     computed = () if graph is not None else computed_weights(module)
     with alone(module):
         if not computed:
-            return _fused(module, example_inputs, inplace, graph)
-        kept = keep_computed_weights(module, inplace=False)
+            return _fused(module, example_inputs, (lambda: module) if inplace else None, graph)
+        kept = keep_computed_weights(copied(module, "fuse_model"))
         if example_inputs is not None:
             _refuse_other_outputs(module, kept, arguments(example_inputs), computed)
-        result = _fused(kept, example_inputs, True, None)
-        if inplace:
-            kept = keep_computed_weights(module, inplace=True)
-            result = _fused(kept, example_inputs, True, None)
+        change = partial(keep_computed_weights, module) if inplace else lambda: kept
+        result = _fused(kept, example_inputs, change, None)
     return replace(result, plain=(*computed, *result.plain))
 
 
@@ -189,11 +188,11 @@ def fuse_parts(
     check_kind(model, nn.Module, "a torch module")
     check_kind(example_inputs, (tuple, list), "a tuple of positional inputs")
     computed, parts = computed_weights(model), tuple(parts)
-    model = keep_computed_weights(model, inplace=False)
+    model = keep_computed_weights(copied(model, "fuse_parts"))
     results = {}
     for path, (inputs, before) in _part_calls(model, example_inputs, parts, unchecked).items():
         given = None if path in unchecked else inputs
-        results[path] = _fused(model.get_submodule(path), given, False, None, before)
+        results[path] = _fused(model.get_submodule(path), given, None, None, before)
         model.set_submodule(path, results[path].model)
     if not results:
         raise ValueError(f"fuse_parts: the model runs none of {', '.join(parts)}: name its modules")
@@ -237,18 +236,27 @@ def _part_calls(
 def _fused(
     model: nn.Module,
     example_inputs: Any,
-    inplace: bool,
+    change: _Change,
     graph: Graph | None,
     before: list[Tensor] | None = None,
 ) -> FusionResult:
-    """`fuse_model`; `before` is the model's recorded output if it is part of another model."""
+    """`fuse_model` with one plan for a copy, which is compared, and for the model to change.
+
+    Args:
+        model: The model.
+        example_inputs: As of `fuse_model`.
+        change: Gives the model to change, with the same layers, once the fused copy is right; the
+            result is the copy without it.
+        graph: As of `fuse_model`.
+        before: The model's recorded output if it is part of another model.
+    """
     if graph is not None and graph.model is not model:
         raise ValueError(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
             f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
         )
     if graph is None and example_inputs is not None:
-        adopted = _with_own_kernels(model, example_inputs, inplace, before)
+        adopted = _with_own_kernels(model, example_inputs, change, before)
         if adopted is not None:
             return adopted
     failure, planned = "", model
@@ -263,7 +271,7 @@ def _fused(
     plan = plan_fusion(planned, graph, failure)
     if example_inputs is None:
         stopped = [path for path, alone in activations(model) if alone]
-        return _fuse(model if inplace else copied(model, "fuse_model"), plan, stopped)
+        return _fuse(change() if change else copied(model, "fuse_model"), plan, stopped)
     inputs: _Inputs = arguments(example_inputs)
     seen = before is not None
     if before is None:
@@ -281,7 +289,7 @@ def _fused(
     exact: float | None = difference
     if not difference <= _tolerance(before):
         if seen:  # the model may have written to the inputs afterwards
-            return _fused(model, example_inputs, inplace, None)
+            return _fused(model, example_inputs, change, None)
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
         fault = first_fault(model, lambda: _run(model, inputs))
@@ -290,25 +298,27 @@ def _fused(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
             f"beyond {_tolerance(before):.0e}: {fault}"
         )
-    if inplace:
-        result = _fuse(model, plan, stopped)
+    if change is not None:
+        result = _fuse(change(), plan, stopped)
     return replace(result, max_error=exact)
 
 
 def _with_own_kernels(
-    model: nn.Module, example_inputs: Any, inplace: bool, before: list[Tensor] | None
+    model: nn.Module, example_inputs: Any, change: _Change, before: list[Tensor] | None
 ) -> FusionResult | None:
     """The result where a sparse convolution runs along another one's kernel; otherwise None."""
     seen, inputs = [before], arguments(example_inputs)
     borrowed = borrowed_kernels(model, lambda: seen.append(_run(model, inputs)))
     if not borrowed:
         return None
-    own = copied(model, "fuse_model")
-    adopt_kernels(own, borrowed)
-    result = _fused(own, example_inputs, False, None, seen[-1])
-    if inplace:
-        adopt_kernels(model, borrowed)
-        result = _fused(model, example_inputs, True, None, seen[-1])
+
+    def adopted(given: Callable[[], nn.Module]) -> nn.Module:
+        adopt_kernels(own := given(), borrowed)
+        return own
+
+    own = adopted(partial(copied, model, "fuse_model"))
+    changed = None if change is None else partial(adopted, change)
+    result = _fused(own, example_inputs, changed, None, seen[-1])
     return replace(result, plain=(*borrowed, *result.plain))
 
 

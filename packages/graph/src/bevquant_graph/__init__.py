@@ -7,7 +7,7 @@
 Graph of Sequential: 2 operations
 """
 
-from ._attributes import same_constant
+from ._attributes import leaves, same_constant
 from ._batch_arguments import Forward, as_example, on_batch
 from ._calls import Followed, FunctionCalls
 from ._capture import capture
@@ -46,7 +46,6 @@ from ._signature import (
     input_tensor,
     is_sparse_tensor,
     leaf_names,
-    leaves,
     map_leaves,
     members_of,
     rebuild,

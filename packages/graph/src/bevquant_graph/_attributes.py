@@ -1,10 +1,10 @@
-"""Attributes of objects that a forward gets, and equality by them."""
+"""Attributes and members of values that a forward gets, and equality by them."""
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,6 +12,22 @@ import torch
 from torch import Tensor, nn
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "sympy"}
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Members of nested lists, tuples and mappings, in order.
+
+    Example:
+        >>> list(leaves([1, {"a": (2, 3)}]))
+        [1, 2, 3]
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
 
 
 def attributes_of(value: Any) -> list[str]:

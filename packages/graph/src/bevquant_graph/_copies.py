@@ -14,7 +14,11 @@ from ._kinds import check_kind
 
 
 def copied(
-    model: nn.Module, who: str, shared: Mapping[int, Any] = types.MappingProxyType({})
+    model: nn.Module,
+    who: str,
+    shared: Mapping[int, Any] = types.MappingProxyType({}),
+    *,
+    remedy: str = "",
 ) -> nn.Module:
     """Return a deep copy of a model: parameters, buffers, attributes and hooks.
 
@@ -27,6 +31,7 @@ def copied(
         model: It is not changed.
         who: The calling function, for the message.
         shared: Values by ``id`` that the copy has from the model, as in a memo of ``deepcopy``.
+        remedy: A further remedy, for the message.
 
     Raises:
         ValueError: A member cannot be copied (a lock, an open file). The message names module,
@@ -45,7 +50,7 @@ def copied(
     except Exception as error:
         raise ValueError(
             f"{who}: {_uncopyable(model)} cannot be copied ({type(error).__name__}: {error}). "
-            "Remove it for this call; quantize_model also takes inplace=True, which copies nothing"
+            f"Remove it for this call{remedy}"
         ) from error
     held = [*model.modules(), *model.parameters(), *model.buffers()]
     twins = {id(item): memo[id(item)] for item in held if id(item) in memo}

@@ -8,7 +8,6 @@ their class (`VaryingFloat`, `VaryingInt`, `VaryingArray`). The mark changes not
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,7 @@ from ._arrays import FLOATS
 from ._attributes import same_constant
 from ._faults import CaptureError
 from ._read_members import at, read_members, with_members
-from ._signature import (
-    Arguments,
-    Leaf,
-    Place,
-    entries,
-    is_sparse_tensor,
-    members_of,
-    place_name,
-)
+from ._signature import Arguments, Place, is_sparse_tensor, members_of, place_name
 
 
 class VaryingFloat(float):
@@ -159,10 +150,3 @@ def _short(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} {value.shape}"
     return type(value).__name__ if isinstance(value, Tensor) else repr(value)[:60]
-
-
-def varying_constants(model: nn.Module, tree: Any) -> Iterator[tuple[Place, str]]:
-    """Members of ``(args, kwargs)`` that vary between frames, and are constants of a graph."""
-    for place, entry in entries(tree):
-        if not isinstance(entry, Leaf) and isinstance(entry.value, VARYING):
-            yield place, place_name(model, place)

@@ -21,9 +21,9 @@ from torch import SymInt, Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 
+from ._attributes import leaves
 from ._operators import op_spec
 from ._registrations import registered_once
-from ._signature import leaves
 from ._tidy import NUMBERS
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
+
+from ._attributes import leaves
 
 _Batches = TypeVar("_Batches")
 _NO_INPUTS = (str, bytes, int, float, PurePath, type, nn.Module, np.ndarray)
@@ -71,7 +73,7 @@ def run_on(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        given = list(_leaves((args, kwargs)))
+        given = list(leaves((args, kwargs)))
         if not all(value is None or isinstance(value, _NO_INPUTS) for value in given):
             _note_whole_dict(error, model, args)
             raise
@@ -94,16 +96,6 @@ def _note_whole_dict(error: Exception, model: nn.Module, args: Any) -> None:
             f"{', '.join(map(str, batch))}; to give it one member, pass that member, or "
             f"forward=lambda m, b: m(b[{member!r}])"
         )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        for member in value:
-            yield from _leaves(member)
-    else:
-        yield value
 
 
 def file_path(path: Any, what: str = "file") -> Path:

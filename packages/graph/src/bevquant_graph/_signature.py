@@ -336,22 +336,6 @@ def refilled(kind: type[Any], members: Iterable[Any]) -> Any:
     return kind(*members) if hasattr(kind, "_fields") else kind(members)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Members of nested lists, tuples and mappings, in order.
-
-    Example:
-        >>> list(leaves([1, {"a": (2, 3)}]))
-        [1, 2, 3]
-    """
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """The value with other `leaves`, in lists, tuples and dictionaries of the same classes.
 

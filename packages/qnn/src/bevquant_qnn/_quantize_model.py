@@ -123,7 +123,8 @@ calibrator=MaxCalibrator scale=1.0 quant)
         )
     with alone(module):
         if not inplace:
-            module = copied(module, "quantize_model")
+            remedy = "; or pass inplace=True, which copies nothing"
+            module = copied(module, "quantize_model", remedy=remedy)
             graph = None if graph is None else graph.of_copy(module)
         return _in_place(module, config, example_inputs, graph)
 
