@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -18,7 +18,7 @@ from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._steps import Call, Steps, ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._takeover import attach_quantizer
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,14 +262,14 @@ class _Placer:
         left = self._config.excluded_by(self._full(holder) if holder else self._path)
         if owner in self._kept or left or (linear and not self._config.quantize_linear):
             return
-        name = self._new_name("quant_linear" if linear else "quant_conv")
-        if self._allowed(name):
-            child = kind.of(
-                self._module, product, names,
-                quant_desc_input=self._config.input_descriptor(),
-                quant_desc_weight=self._config.weight_descriptor(0),
-            )  # fmt: skip
-            self._attach(op, Target(name), child, f"product with {self._full(names[0])}")
+
+        def layer(read: QuantDescriptor) -> nn.Module:
+            weight = self._config.weight_descriptor(0)
+            settings = {"quant_desc_input": read, "quant_desc_weight": weight}
+            return kind.of(self._module, product, names, **settings)
+
+        base = "quant_linear" if linear else "quant_conv"
+        self._attach(op, base, layer, f"product with {self._full(names[0])}")
 
     def _add(self, op: FunctionalOp) -> None:
         node, steps = op.node, op.steps
@@ -285,10 +285,7 @@ class _Placer:
             if op.hidden:
                 self._pass_over(op, "changes a tensor that is read under another name")
                 return
-            name = self._new_name("quant_add")
-            if self._allowed(name):
-                child = QuantAdd(quant_desc_input=self._config.input_descriptor())
-                self._attach(op, Target(name), child, "addition")
+            self._attach(op, "quant_add", lambda d: QuantAdd(quant_desc_input=d), "addition")
             return
         if any(isinstance(steps.module(value), TensorQuantizer) for value in (left, right)):
             return
@@ -296,10 +293,7 @@ class _Placer:
         if operand is None:
             self._pass_over(op, "is not behind a quantized convolution")
             return
-        name = self._new_name("residual_quantizer")
-        if self._allowed(name):
-            quantizer = TensorQuantizer(self._config.input_descriptor())
-            self._attach(op, Target(name, operand), quantizer, "residual input")
+        self._attach(op, "residual_quantizer", TensorQuantizer, "residual input", operand)
 
     def _residual(self, op: FunctionalOp, left: fx.Node, right: fx.Node) -> int | None:
         """Which operand is the residual: behind no convolution, or with fewer layers before it."""
@@ -335,10 +329,9 @@ class _Placer:
             return
         if not is_table(self._module) and not self._is_near_layers(op, nodes):
             return
-        name = self._new_name("quant_concat")
-        if self._allowed(name):
-            child = QuantConcat(dim, quant_desc_input=self._config.input_descriptor())
-            self._attach(op, Target(name), child, "concatenation")
+        self._attach(
+            op, "quant_concat", lambda d: QuantConcat(dim, quant_desc_input=d), "concatenation"
+        )
 
     def _sample(self, op: FunctionalOp) -> None:
         node, steps = op.node, op.steps
@@ -350,12 +343,8 @@ class _Placer:
             return
         if isinstance(steps.module(value), TensorQuantizer):
             return
-        if not self._is_near_layers(op, [value]):
-            return
-        name = self._new_name("sample_quantizer")
-        if self._allowed(name):
-            quantizer = TensorQuantizer(self._config.input_descriptor())
-            self._attach(op, Target(name, 0), quantizer, "sampled tensor")
+        if self._is_near_layers(op, [value]):
+            self._attach(op, "sample_quantizer", TensorQuantizer, "sampled tensor", 0)
 
     def _is_near_layers(self, op: FunctionalOp, operands: list[fx.Node]) -> bool:
         """Whether quantized layers make an operand or read the result; noted where none does."""
@@ -375,20 +364,26 @@ class _Placer:
         calls = [c for c in calls if not is_bare(c.module)]
         return calls[-1] if self._bare and calls else op.call
 
-    def _new_name(self, base: str) -> str:
+    def _attach(
+        self,
+        op: FunctionalOp,
+        base: str,
+        make: Callable[[QuantDescriptor], nn.Module],
+        was: str,
+        operand: int | None = None,
+    ) -> None:
+        """Add the child that `make` gives for the input's descriptor, unless it is excluded."""
         names = (base if index == 0 else f"{base}_{index}" for index in count())
-        return next(name for name in names if not hasattr(self._module, name))
-
-    def _attach(self, op: FunctionalOp, target: Target, child: nn.Module, was: str) -> None:
-        attach_quantizer(self._module, target.name, child)
-        self._targets[op.site, op.occurrence] = target
-        self.done.append(QuantizedModule(self._full(target.name), type(child).__name__, was))
-
-    def _allowed(self, name: str) -> bool:
-        pattern = self._config.excluded_by(self._full(name))
+        name = next(name for name in names if not hasattr(self._module, name))
+        path = self._full(name)
+        pattern = self._config.excluded_by(path)
         if pattern is not None:
-            self.skipped.append(SkippedModule(self._full(name), f"excluded by {pattern!r}"))
-        return pattern is None
+            self.skipped.append(SkippedModule(path, f"excluded by {pattern!r}"))
+            return
+        child = make(self._config.input_descriptor())
+        attach_quantizer(self._module, name, child)
+        self._targets[op.site, op.occurrence] = Target(name, operand)
+        self.done.append(QuantizedModule(path, type(child).__name__, was))
 
     def _pass_over(self, op: FunctionalOp, reason: str) -> None:
         kind = {"cat": "concatenation", "sample": "sampling"}.get(op.kind, "addition")

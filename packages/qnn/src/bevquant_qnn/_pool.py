@@ -19,6 +19,13 @@ class QuantPool(InputDefault, nn.Module):
         *args: As that class of torch.
         quant_desc_input: Descriptor of the input quantizer.
         **kwargs: As that class of torch.
+
+    Example:
+        >>> import torch
+        >>> QuantMaxPool1d(2)(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 4])
+        >>> QuantAdaptiveAvgPool3d(4)(torch.ones(1, 3, 8, 8, 8)).shape
+        torch.Size([1, 3, 4, 4, 4])
     """
 
     float_class: type[nn.Module]
@@ -56,108 +63,54 @@ class QuantPool(InputDefault, nn.Module):
 
 
 class QuantMaxPool1d(QuantPool, nn.MaxPool1d):
-    """`torch.nn.MaxPool1d`: the maximum over fake-quantized values [N, C, L].
-
-    Example:
-        >>> import torch
-        >>> QuantMaxPool1d(2)(torch.ones(1, 3, 8)).shape
-        torch.Size([1, 3, 4])
-    """
+    """`torch.nn.MaxPool1d`: the maximum over fake-quantized values [N, C, L]."""
 
     float_class = nn.MaxPool1d
 
 
 class QuantAvgPool1d(QuantPool, nn.AvgPool1d):
-    """`torch.nn.AvgPool1d`: the mean over fake-quantized values [N, C, L].
-
-    Example:
-        >>> import torch
-        >>> QuantAvgPool1d(2)(torch.ones(1, 3, 8)).shape
-        torch.Size([1, 3, 4])
-    """
+    """`torch.nn.AvgPool1d`: the mean over fake-quantized values [N, C, L]."""
 
     float_class = nn.AvgPool1d
 
 
 class QuantAdaptiveAvgPool1d(QuantPool, nn.AdaptiveAvgPool1d):
-    """`torch.nn.AdaptiveAvgPool1d`: the adaptive mean over fake-quantized values [N, C, L].
-
-    Example:
-        >>> import torch
-        >>> QuantAdaptiveAvgPool1d(4)(torch.ones(1, 3, 8)).shape
-        torch.Size([1, 3, 4])
-    """
+    """`torch.nn.AdaptiveAvgPool1d`: the adaptive mean over fake-quantized values [N, C, L]."""
 
     float_class = nn.AdaptiveAvgPool1d
 
 
 class QuantMaxPool2d(QuantPool, nn.MaxPool2d):
-    """`torch.nn.MaxPool2d`: the maximum over fake-quantized values [N, C, H, W].
-
-    Example:
-        >>> import torch
-        >>> QuantMaxPool2d(2)(torch.ones(1, 3, 8, 8)).shape
-        torch.Size([1, 3, 4, 4])
-    """
+    """`torch.nn.MaxPool2d`: the maximum over fake-quantized values [N, C, H, W]."""
 
     float_class = nn.MaxPool2d
 
 
 class QuantAvgPool2d(QuantPool, nn.AvgPool2d):
-    """`torch.nn.AvgPool2d`: the mean over fake-quantized values [N, C, H, W].
-
-    Example:
-        >>> import torch
-        >>> QuantAvgPool2d(2)(torch.ones(1, 3, 8, 8)).shape
-        torch.Size([1, 3, 4, 4])
-    """
+    """`torch.nn.AvgPool2d`: the mean over fake-quantized values [N, C, H, W]."""
 
     float_class = nn.AvgPool2d
 
 
 class QuantAdaptiveAvgPool2d(QuantPool, nn.AdaptiveAvgPool2d):
-    """`torch.nn.AdaptiveAvgPool2d`: the adaptive mean over fake-quantized values [N, C, H, W].
-
-    Example:
-        >>> import torch
-        >>> QuantAdaptiveAvgPool2d(4)(torch.ones(1, 3, 8, 8)).shape
-        torch.Size([1, 3, 4, 4])
-    """
+    """`torch.nn.AdaptiveAvgPool2d`: the adaptive mean over fake-quantized values [N, C, H, W]."""
 
     float_class = nn.AdaptiveAvgPool2d
 
 
 class QuantMaxPool3d(QuantPool, nn.MaxPool3d):
-    """`torch.nn.MaxPool3d`: the maximum over fake-quantized values [N, C, D, H, W].
-
-    Example:
-        >>> import torch
-        >>> QuantMaxPool3d(2)(torch.ones(1, 3, 8, 8, 8)).shape
-        torch.Size([1, 3, 4, 4, 4])
-    """
+    """`torch.nn.MaxPool3d`: the maximum over fake-quantized values [N, C, D, H, W]."""
 
     float_class = nn.MaxPool3d
 
 
 class QuantAvgPool3d(QuantPool, nn.AvgPool3d):
-    """`torch.nn.AvgPool3d`: the mean over fake-quantized values [N, C, D, H, W].
-
-    Example:
-        >>> import torch
-        >>> QuantAvgPool3d(2)(torch.ones(1, 3, 8, 8, 8)).shape
-        torch.Size([1, 3, 4, 4, 4])
-    """
+    """`torch.nn.AvgPool3d`: the mean over fake-quantized values [N, C, D, H, W]."""
 
     float_class = nn.AvgPool3d
 
 
 class QuantAdaptiveAvgPool3d(QuantPool, nn.AdaptiveAvgPool3d):
-    """`torch.nn.AdaptiveAvgPool3d`: the adaptive mean over fake-quantized values [N, C, D, H, W].
-
-    Example:
-        >>> import torch
-        >>> QuantAdaptiveAvgPool3d(4)(torch.ones(1, 3, 8, 8, 8)).shape
-        torch.Size([1, 3, 4, 4, 4])
-    """
+    """`torch.nn.AdaptiveAvgPool3d`: the adaptive mean over fake-quantized [N, C, D, H, W]."""
 
     float_class = nn.AdaptiveAvgPool3d
