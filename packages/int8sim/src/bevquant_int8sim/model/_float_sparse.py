@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from bevquant_graph import flatten, rebuild, refuse_other_sizes
 from bevquant_int8sim.model._coords import Coords, Geometry
-from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, sparse_conv
 
 # A module that could not be followed, as a step of a program.
@@ -57,7 +56,6 @@ class FloatSparseConv(nn.Module):
         key: Name under which an inverse convolution finds this one.
         activation: ``"None"``, ``"ReLU"``, ``"Sigmoid"`` or ``"LeakyReLU"``.
         alpha: Slope of the last.
-        quantizer: Fake quantizer of the input, if it has one.
     """
 
     weight: Tensor
@@ -71,20 +69,16 @@ class FloatSparseConv(nn.Module):
         key: str | None,
         activation: str = "None",
         alpha: float = 0.0,
-        quantizer: TensorQuantizer | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
         self.geometry, self.key = geometry, key
         self.activation, self.alpha = activation, alpha
-        self.quantizer = quantizer
 
     def forward(self, features: Tensor, coords: Coords) -> tuple[Tensor, Coords]:
         """Features and coordinates of the output."""
         rulebook, out_coords = coords.convolved(self.geometry, self.key, "a float convolution")
-        if self.quantizer is not None:
-            features = self.quantizer(features)
         out = sparse_conv(features, self.weight, self.bias, rulebook, layout=WeightLayout.VCK)
         if self.activation == "ReLU":
             out = functional.relu(out)

@@ -81,7 +81,6 @@ class _Lowering:
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.have: dict[tuple[str, RequiredType], str] = {}
-        self._natural = {o.output: o.natural for o in operations.operations}
         self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> Program:
@@ -111,16 +110,15 @@ class _Lowering:
     # Values
 
     def _new(self, source: str, required: RequiredType) -> str:
+        """Name of the value that holds a tensor in a form."""
         form = required.form
         kind = str(form.dtype).removeprefix("torch.") if isinstance(form, Integers) else form
         name = f"{source}:{kind}" + ("+relu" if required.relu else "")
         while name in self.values:
             name += "'"
         self.values[name] = Value(form, source, required.relu)
+        self.have[source, required] = name
         return name
-
-    def _keep(self, source: str, required: RequiredType, value: str) -> None:
-        self.have[source, required] = value
 
     def _any(self, source: str) -> str:
         return next(value for (name, _), value in self.have.items() if name == source)
@@ -131,9 +129,8 @@ class _Lowering:
         def read(ref: Ref | SparseRef) -> Ref | SparseRef:
             if isinstance(ref, SparseRef):
                 return SparseRef(self.have[ref.features, RequiredType(FLOAT)], ref.coords)
-            return (
-                ref if ref.name in self.all.hosts else Ref(self.have[ref.name, RequiredType(FLOAT)])
-            )
+            known = ref.name in self.all.hosts
+            return ref if known else Ref(self.have[ref.name, RequiredType(FLOAT)])
 
         return replaced(values, read)
 
@@ -141,12 +138,9 @@ class _Lowering:
 
     def _host(self, operation: Operation) -> None:
         def read(ref: Ref) -> Ref:
-            known = ref.name in self.all.hosts
-            return (
-                ref
-                if known
-                else Ref(self.have.get((ref.name, RequiredType(FLOAT)), "") or self._any(ref.name))
-            )
+            if ref.name in self.all.hosts:
+                return ref
+            return Ref(self.have.get((ref.name, RequiredType(FLOAT))) or self._any(ref.name))
 
         called = operation.path, replaced(operation.args, read), (operation.output,)
         kwargs = replaced(operation.kwargs, read)
@@ -158,8 +152,9 @@ class _Lowering:
             self.steps.append(step)
 
     def _input(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
-        self.values[operation.output] = Value(FLOAT, operation.output)
-        self._from_float(operation, operation.output, required_types)
+        value = operation.output
+        self.values[value], self.have[value, RequiredType(FLOAT)] = Value(FLOAT, value), value
+        self._from_float(operation, value, required_types)
 
     def _constant(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         assert operation.tensor is not None
@@ -188,25 +183,22 @@ class _Lowering:
         self, operation: Operation, value: str, required_types: tuple[RequiredType, ...]
     ) -> None:
         """Everything wanted of a tensor that comes about as floats."""
-        source = operation.output
-        self._keep(source, RequiredType(FLOAT), value)
         for required in required_types:
             if required == RequiredType(FLOAT):
                 continue
-            made = self._new(source, required)
+            made = self._new(operation.output, required)
             called = operation.path, (Ref(value),), (made,)
             if isinstance(required.form, Integers):
                 self.steps.append(Quantize(*called, **_stored(required)))
             else:
                 reason = "" if _is_float8(operation) else "its input and its readers are float"
                 self.steps.append(FloatRelu(*called, ceiling=required.top(), reason=reason))
-            self._keep(source, required, made)
 
     def _quantizer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         form = operation.natural
         assert isinstance(form, Integers)
         value = self.have[operation.args[0].name, RequiredType(form)]
-        self._keep(operation.output, RequiredType(form), value)
+        self.have[operation.output, RequiredType(form)] = value
         for required in required_types:
             if required != RequiredType(form):
                 self._converted(operation, value, form.scale, required, same=required.form == form)
@@ -220,11 +212,10 @@ class _Lowering:
         *,
         same: bool = False,
         axis: int = -1,
-        relu: bool = False,
     ) -> None:
         """One more form of a tensor that comes about as integers of this scale."""
         made = self._new(operation.output, required)
-        called, stored = (operation.path, (Ref(value),), (made,)), _stored(required, relu)
+        called, stored = (operation.path, (Ref(value),), (made,)), _stored(required)
         scale = torch.as_tensor(scale, dtype=torch.float64)
         step: Step
         if same:
@@ -235,17 +226,12 @@ class _Lowering:
         else:
             step = Dequantize(*called, scale=scale, axis=axis, **stored)
         self.steps.append(step)
-        self._keep(operation.output, required, made)
 
     def _layer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         layer = operation.layer
         assert layer is not None
-        single = (
-            required_types[0]
-            if len(required_types) == 1 and _fusable(required_types[0].form)
-            else None
-        )
-        stored = single or RequiredType(ACCUMULATORS)
+        alone = len(required_types) == 1 and _fusable(required_types[0].form)
+        stored = required_types[0] if alone else RequiredType(ACCUMULATORS)
         made, form = self._new(operation.output, stored), stored.form
         scale = layer.scale / form.scale if isinstance(form, Integers) else layer.scale
         x = self.have[operation.args[0].name, RequiredType(layer.input)]
@@ -257,20 +243,18 @@ class _Lowering:
             outputs=(made, operation.coords) if operation.coords else (made,),
             multiplier=None if keeps else scale,
             scale=scale if keeps else None,
-            **_stored(stored, single is not None and layer.relu),
+            **_stored(stored),
         )
         self.steps.append(step)
-        self._keep(operation.output, stored, made)
         for required in required_types:
-            if single is None and required.form != ACCUMULATORS:
-                axis = step.channel_axis
-                self._converted(operation, made, layer.scale, required, axis=axis, relu=layer.relu)
+            if not alone and required.form != ACCUMULATORS:
+                self._converted(operation, made, layer.scale, required, axis=step.channel_axis)
 
     def _relu(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
         for required in required_types:
             value = self.have[source, required.behind_relu(operation.ceiling)]
-            self._keep(operation.output, required, value)
+            self.have[operation.output, required] = value
 
     def _add(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         refs, scales, axis = [], list[torch.Tensor](), -1
@@ -287,11 +271,10 @@ class _Lowering:
             made = self._new(operation.output, required)
             called = operation.path, tuple(refs), (made,)
             self.steps.append(Add(*called, scales=tuple(scales), axis=axis, **_stored(required)))
-            self._keep(operation.output, required, made)
 
     def _weighted_sum(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
-        natural = self._natural[source]
+        natural = self._made_by[source].natural
         assert isinstance(natural, Integers)
         for required in required_types:
             made = self._new(operation.output, required)
@@ -305,7 +288,6 @@ class _Lowering:
                 **_stored(required),
             )
             self.steps.append(step)
-            self._keep(operation.output, required, made)
 
     def _layout(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         if operation.output not in self.required_types.follows:
@@ -314,9 +296,11 @@ class _Lowering:
         for required in required_types:
             through = RequiredType(required.form) if operation.linear else required
             if (operation.output, through) not in self.have:
-                self._keep(operation.output, through, self._moved(operation, through))
-            if through != required:
-                self._limited(operation, self.have[operation.output, through], required)
+                self._moved(operation, through)
+            if through != required:  # a ReLU as a step of its own, in the form of its input
+                value = Ref(self.have[operation.output, through])
+                made = self._new(operation.output, required)
+                self.steps.append(Relu(operation.path, (value,), (made,), **_stored(required)))
 
     def _moved(self, operation: Operation, required: RequiredType) -> str:
         """The move in one form."""
@@ -340,12 +324,6 @@ class _Lowering:
         self.steps.append(step)
         return made
 
-    def _limited(self, operation: Operation, value: str, required: RequiredType) -> None:
-        """A ReLU as a step of its own, in the form of its input."""
-        made = self._new(operation.output, required)
-        self.steps.append(Relu(operation.path, (Ref(value),), (made,), **_stored(required)))
-        self._keep(operation.output, required, made)
-
 
 def _is_float8(operation: Operation) -> bool:
     """Whether FP8 numbers make the tensor, whose ReLU an engine does in the same kernel."""
@@ -357,9 +335,9 @@ def _fusable(form: Form) -> bool:
     return not isinstance(form, Integers) or form.bits in (8, 16) or not form.full
 
 
-def _stored(required: RequiredType, relu: bool = False) -> dict[str, Any]:
+def _stored(required: RequiredType) -> dict[str, Any]:
     """Form and clamps of a step whose stored result includes a ReLU."""
     top, form = required.top(), required.form
     if top is None and isinstance(form, Integers) and not form.full:
         top = form.high
-    return {"form": form, "relu": required.relu or relu, "ceiling": top}
+    return {"form": form, "relu": required.relu, "ceiling": top}

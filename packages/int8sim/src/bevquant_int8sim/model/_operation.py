@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from bevquant_graph import Guard, ReadMembers
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
 from bevquant_int8sim.model._quantized_layer import Layer
-from bevquant_int8sim.model._step import names_in
+from bevquant_int8sim.model._step import Ref, names_in
 
 # Questions about a tensor, whose answers are the same for its integers.
 METADATA = frozenset("shape size ndim dim device numel nelement".split())
@@ -135,7 +135,6 @@ class _Walk:
         self.size_read: set[str] = set()
         self.hosts: set[str] = set()
         self.follows = _followers(operations.operations)
-        self._natural = {o.output: o.natural for o in operations.operations}
         self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> RequiredTypes:
@@ -162,15 +161,12 @@ class _Walk:
             if name in self.hosts:
                 self._visit_host(operation)
             return
-        if not self.required.get(name) and (
+        if name not in self.required and (
             name in self.size_read or operation.coords in self.hosts
-        ):
-            self._require(
-                name, RequiredType(FLOAT)
-            )  # only its size, or its coordinates, are asked for
-        required_types = self.required.get(name)
-        if required_types:
-            self._visit_tensor(operation, tuple(required_types))
+        ):  # only its size, or its coordinates, are asked for
+            self._require(name, RequiredType(FLOAT))
+        if name in self.required:
+            self._visit_tensor(operation, tuple(self.required[name]))
 
     def _visit_host(self, operation: Operation) -> None:
         reads = operation.what == "getattr" and operation.args[-1] in METADATA
@@ -195,7 +191,7 @@ class _Walk:
             for required in required_types:
                 self._read(operation.args[0], required.behind_relu(operation.ceiling))
         elif kind == "weighted_sum":
-            self._read(operation.args[0], RequiredType(self._natural[operation.args[0].name]))
+            self._read(operation.args[0], RequiredType(self._made_by[operation.args[0].name].natural))
             self._read((operation.args[1:], operation.kwargs), RequiredType(FLOAT))
         elif kind == "add":
             for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
@@ -214,13 +210,7 @@ class _Walk:
                 for required in passed:
                     self._require(name, required)
             else:
-                self._read_name(name)
-
-    def _read_name(self, name: str) -> None:
-        if name in self.all.hosts:
-            self.hosts.add(name)
-        else:
-            self._require(name, RequiredType(FLOAT))
+                self._read(Ref(name), RequiredType(FLOAT))
 
     def _operand_forms(self, operation: Operation) -> list[Any]:
         return [addend_form(self._made_by[o.name], self.addends) for o in operation.args]

@@ -60,13 +60,11 @@ class Layer:
         step: Its step, which keeps its accumulators; of no path, arguments and outputs yet.
         scale: float64 ``[out_channels]``: value of one unit of each accumulator, s_x · s_w.
         input: Integers that it reads.
-        relu: Whether a ReLU belongs to it.
     """
 
     step: Weighted
     scale: Tensor
     input: Integers
-    relu: bool
 
 
 def _weight_problem(quantizer: TensorQuantizer, read: Integers | Float8Input) -> str:
@@ -213,8 +211,6 @@ def _layer(
     scale: Tensor,
     read: Integers | Float8Input,
     settings: dict[str, Any],
-    *,
-    relu: bool = False,
 ) -> Layer | Float8Layer:
     """The layer of an input's form."""
     if isinstance(read, Integers):
@@ -223,7 +219,7 @@ def _layer(
             geometry = Geometry(**{n: v for n, v in settings.items() if n != "indice_key"})
             settings = {"geometry": geometry, "indice_key": key}
         step = _STEPS[op]("", (), ("",), form=ACCUMULATORS, weight=weight, bias=bias, **settings)
-        return Layer(step, scale, read, relu)
+        return Layer(step, scale, read)
     return Float8Layer(op, weight, scale, bias, read.scale, read.form.name, settings)
 
 
@@ -334,13 +330,6 @@ def geometry_of(module: Any) -> Geometry:
     )
 
 
-def sparse_activation(module: Any) -> str:
-    """Name of the activation fused into the module, such as ``"None"`` or ``"ReLU"``."""
-    kind = getattr(module, "act_type", None)
-    name = "None" if kind is None else str(getattr(kind, "name", kind))
-    return name.rstrip("_")
-
-
 def sparse_layer(
     module: Any, integers: Integers | Float8Input, path: str
 ) -> Layer | Float8Layer | str:
@@ -352,8 +341,10 @@ def sparse_layer(
     problem = _weight_problem(module._weight_quantizer, integers)
     if problem:
         return problem
-    if sparse_activation(module) not in ("None", "ReLU"):
-        return f"its activation {sparse_activation(module)} has no integer form"
+    kind = getattr(module, "act_type", None)  # fused into the module; the graph shows a ReLU
+    activation = str(getattr(kind, "name", kind)).rstrip("_")
+    if activation not in ("None", "ReLU"):
+        return f"its activation {activation} has no integer form"
     weight = module.weight_to_quantize().detach()
     axis = module.weight_layout.out_axis % weight.dim()
     along = tuple(size if i == axis else 1 for i, size in enumerate(weight.shape))
@@ -367,15 +358,8 @@ def sparse_layer(
     weight = permute_weight(
         q, module.weight_layout, WeightLayout.VCK, kernel_size=geometry.kernel_size
     )
-    return _layer(
-        "sparse_conv",
-        weight.contiguous(),
-        bias,
-        scale,
-        integers,
-        {**asdict(geometry), "indice_key": None if key is None else str(key)},
-        relu=sparse_activation(module) == "ReLU",
-    )
+    settings = {**asdict(geometry), "indice_key": None if key is None else str(key)}
+    return _layer("sparse_conv", weight.contiguous(), bias, scale, integers, settings)
 
 
 def quantized_layer(module: nn.Module, path: str) -> Layer | Float8Layer | str:

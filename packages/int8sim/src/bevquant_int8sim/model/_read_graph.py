@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ from bevquant_int8sim.model._float8 import Float8Layer, blocks_round, float8_rou
 from bevquant_int8sim.model._float_sparse import FloatSparseConv, OpaqueCall
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
-from bevquant_int8sim.model._grid_operations import (
-    grid_call,
-    require,
-    sample_call,
-)
+from bevquant_int8sim.model._grid_operations import grid_call, require, sample_call
 from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import (
@@ -129,7 +124,7 @@ class _Reader(GraphValues):
         if not isinstance(layer, str) and self._is_input_of(x, layer.input):
             return self._tensor(
                 node, "layer", args=(x,), what=type(self.graph.module(node)).__name__,
-                layer=replace(layer, relu=False), natural=ACCUMULATORS,
+                layer=layer, natural=ACCUMULATORS,
             )  # fmt: skip
         reason = layer if isinstance(layer, str) else "it is called with further arguments"
         return self._any(node, spec, reason)
@@ -232,10 +227,8 @@ class _Reader(GraphValues):
             return self._tensor(
                 node, "weighted_sum", args=(x,), kwargs=settings, what=what, natural=ACCUMULATORS
             )
-        made = self._tensor(
-            node, "layout", args=(x,), kwargs=settings, what=what, moved=(x.name,),
-            natural=_settled(natural), linear=settings.get("mode") == "bilinear",
-        )  # fmt: skip
+        linear = settings.get("mode") == "bilinear"
+        made = self._move(node, x, (x,), what, kwargs=settings, linear=linear)
         return (made,) if "_with_indices" in str(node.target) else made
 
     def _read_sample(self, node: fx.Node, spec: OpSpec) -> Any:
@@ -250,13 +243,9 @@ class _Reader(GraphValues):
             return self._any(node, spec, reason)
         places = places[:1] if what == "grid_sample" else places
         return self._tensor(
-            node,
-            "weighted_sum",
-            args=(x, *places),
-            kwargs=settings,
-            what=what,
+            node, "weighted_sum", args=(x, *places), kwargs=settings, what=what,
             natural=ACCUMULATORS,
-        )
+        )  # fmt: skip
 
     def _read_concat(self, node: fx.Node, spec: OpSpec) -> Any:
         args = self._resolved(node.args)
@@ -282,10 +271,7 @@ class _Reader(GraphValues):
             return x
         if what == "pad" and ((len(args) > 2 and args[2] != "constant") or any(args[3:])):
             return None
-        return self._tensor(
-            node, "layout", args=args, kwargs=kwargs, what=what, function=function,
-            natural=_settled(self.natural[x.name]), moved=(x.name,),
-        )  # fmt: skip
+        return self._move(node, x, args, what, function=function, kwargs=kwargs)
 
     def _read_size(self, node: fx.Node, spec: OpSpec) -> Any:
         x, *axis = self._resolved(node.args)
@@ -299,14 +285,10 @@ class _Reader(GraphValues):
         if not isinstance(value, Tensor | tuple | list):
             return self._host(node, spec.name, args, target)
         if target is operator.getitem:
-            x = args[0]
-            return self._tensor(
-                node, "layout", args=args, what="getitem", function=target, moved=(x.name,),
-                natural=_settled(self.natural[x.name]),
-            )  # fmt: skip
+            return self._move(node, args[0], args, "getitem", function=target)
         floats = not isinstance(value, Tensor) or value.is_floating_point()
         module = self.graph.module(node)
-        what = _class_of(module, spec) or spec.name
+        what = _class_of(module) or spec.name
         if spec.casts and isinstance(value, Tensor):
             before = node.all_input_nodes[0].meta["val"]
             if before.dtype == value.dtype:
@@ -354,18 +336,14 @@ class _Reader(GraphValues):
         elif not isinstance(layer, str) and self._is_input_of(x, layer.input):
             result = self._tensor(
                 node, "layer", made, args=(x, Ref(coords)), what=type(module).__name__,
-                layer=replace(layer, relu=False), natural=ACCUMULATORS, coords=behind,
+                layer=layer, natural=ACCUMULATORS, coords=behind,
             )  # fmt: skip
         else:
-            weight = self._constant_value(node.args[1])
-            layout = WeightLayout[str(node.args[5])]
-            bias = self._constant_value(node.args[2])
-            step = FloatSparseConv(
-                permute_weight(
-                    weight, layout, WeightLayout.VCK, kernel_size=geometry.kernel_size
-                ).clone(),
-                None if bias is None else bias.clone(), geometry, self._key(node),
-            )  # fmt: skip
+            weight, bias = (self._constant_value(value) for value in node.args[1:3])
+            layouts = WeightLayout[str(node.args[5])], WeightLayout.VCK
+            weight = permute_weight(weight, *layouts, kernel_size=geometry.kernel_size).clone()
+            bias = None if bias is None else bias.clone()
+            step = FloatSparseConv(weight, bias, geometry, self._key(node))
             reason = layer if isinstance(layer, str) and layer else "it is not quantized"
             result = self._float(
                 node, (x, Ref(coords)), {}, reason, module=step, what=type(module).__name__,
@@ -381,32 +359,32 @@ class _Reader(GraphValues):
         x = self._ref(node.args[0])
         kind = spec.name.rpartition(":")[2]
         args = (x, Ref(coords), kind, self._key(node), *geometry.numbers())
+        what = f"sparse_{kind}"
         if spec.values:
-            return self._tensor(
-                node, "layout", args=args, what=f"sparse_{kind}", function=pooled,
-                moved=(x.name,), natural=_settled(self.natural[x.name]),
-            )  # fmt: skip
-        return self._float(
-            node, args, {}, f"{kind} over voxels has no integer form", function=pooled,
-            what=f"sparse_{kind}",
-        )  # fmt: skip
+            return self._move(node, x, args, what, function=pooled)
+        reason = f"{kind} over voxels has no integer form"
+        return self._float(node, args, {}, reason, function=pooled, what=what)
 
     def _read_to_dense(self, node: fx.Node, spec: OpSpec) -> Any:
         features, indices, shape, batch_size = node.args[:4]
         x = self._ref(features)
         coords = self._coords_at(indices, shape, batch_size)
         parts = [self._coords_part(coords, p) for p in ("indices", "spatial_shape", "batch_size")]
+        return self._move(node, x, (x, *parts), "to_dense", function=dense)
+
+    def _move(self, node: fx.Node, x: Ref, args: Any, what: str, **settings: Any) -> Ref:
+        """A layout operator: the values of `x` elsewhere, in the form that `x` comes about in."""
+        natural = _settled(self.natural[x.name])
         return self._tensor(
-            node, "layout", args=(x, *parts), what="to_dense", function=dense, moved=(x.name,),
-            natural=_settled(self.natural[x.name]),
-        )  # fmt: skip
+            node, "layout", args=args, what=what, moved=(x.name,), natural=natural, **settings
+        )
 
 
 def _settled(natural: Form) -> Form:
     return FLOAT if natural == ACCUMULATORS else natural
 
 
-def _class_of(module: nn.Module, spec: OpSpec) -> str:
+def _class_of(module: nn.Module) -> str:
     """Class of the module that is this operation alone; empty for a forward of the author's."""
     library = type(module).__module__.startswith("torch.nn")
     return type(module).__name__ if library and next(module.children(), None) is None else ""

@@ -252,7 +252,9 @@ def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., 
 def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]] | str:
     """``({"class": …, arguments}, tensors)`` of a module, or why it cannot be saved."""
     if isinstance(module, FloatSparseConv):
-        return _sparse_config(module)
+        held = {name: getattr(module, name) for name in ("key", "activation", "alpha")}
+        held = {"class": "FloatSparseConv", "geometry": asdict(module.geometry), **held}
+        return held, dict(module.state_dict())
     if isinstance(module, Float8Layer):
         names = ("op", "input_scale", "form", "settings")
         held = {name: getattr(module, name) for name in names}
@@ -277,19 +279,6 @@ def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]
         value = getattr(module, name)
         config[name] = value is not None if name == "bias" else value
     return config, state
-
-
-def _sparse_config(module: FloatSparseConv) -> tuple[dict[str, Any], dict[str, Tensor]] | str:
-    if module.quantizer is not None:
-        return "it holds a fake quantizer"
-    config = {
-        "class": "FloatSparseConv",
-        "geometry": asdict(module.geometry),
-        "key": module.key,
-        "activation": module.activation,
-        "alpha": module.alpha,
-    }
-    return config, dict(module.state_dict())
 
 
 def _float8_layer(state: dict[str, Tensor], form: str, **arguments: Any) -> Float8Layer:
