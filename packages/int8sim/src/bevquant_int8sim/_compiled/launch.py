@@ -161,8 +161,7 @@ def layer_calls(
         init: int32 ``[padded outputs]``: what accumulators begin with.
         output: How accumulators become int8, or ``None``.
     """
-    limits = None if output is None else output.limits()
-    singles = None if output is None else output.singles()
+    fused = None if output is None else (output.multiplier, output.limits(), output.singles())
     calls = []
     for group in packed.groups:
         p = np.zeros(len(P), np.int64)
@@ -174,15 +173,13 @@ def layer_calls(
         p[P.WEIGHT], p[P.INIT] = address(group.weight), address(init[group.first :])
         if job == "sparse" and group.offset_init is not None:
             p[P.OFFSET_INIT] = address(group.offset_init)
-        multiplier = None
-        if output is not None and limits is not None and singles is not None:
-            multiplier = output.multiplier
+        if fused is not None:
+            multiplier, limits, singles = fused
             p[P.MULTIPLIER] = address(multiplier[group.first :])
             p[P.LIMITS], p[P.SINGLES] = address(limits), address(singles[group.first :])
         loop = kernel(packed.kind, job, packed.rows, group.vectors)
         products = packed.padded_inputs * group.vectors * LANES
-        held = (packed, init, multiplier, limits, singles)
-        calls.append(LayerCall(loop.address, p, group.first, products, held))
+        calls.append(LayerCall(loop.address, p, group.first, products, (packed, init, fused)))
     return calls
 
 

@@ -15,8 +15,6 @@ import numpy as np
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import lines_of
 
-__all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "teacher_forced_lines"]
-
 
 def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
     """A line for each block of three flat float32 arrays."""

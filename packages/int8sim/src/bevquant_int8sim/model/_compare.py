@@ -28,8 +28,6 @@ from bevquant_qnn import USELESS_DB, float_remedy
 from bevquant_qnn.matched import fewest
 from bevquant_quantizers import CalibrationReport
 
-__all__ = ["LayerComparison", "compare"]
-
 
 @reported_by("compare")
 def compare(

@@ -15,16 +15,6 @@ from bevquant_int8sim._to_dense import int8_to_dense
 from bevquant_quantizers.documents import Size
 from bevquant_sparse import Rulebook, sparse_avg_pool, sparse_max_pool
 
-__all__ = [
-    "Coords",
-    "Geometry",
-    "SparseOutput",
-    "convolved_coords",
-    "coords_of",
-    "dense",
-    "pooled",
-]  # fmt: skip
-
 Extent = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _POOLS = {"max_pool": sparse_max_pool, "avg_pool": sparse_avg_pool}  # by the operator's name
 

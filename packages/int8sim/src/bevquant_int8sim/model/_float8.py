@@ -134,7 +134,7 @@ class Float8Layer(nn.Module):
     def forward(self, x: Tensor, coords: Coords | None = None) -> Any:
         """The result; of a sparse convolution features and coordinates."""
         sums, out_coords = self._sums(self._numbers(x), self.weight.double(), coords)
-        made = (sums * self._along(self._unit(), sums) + self._along(self.bias, sums)).float()
+        made = (sums * self._along(self._unit()) + self._along(self.bias)).float()
         return made if coords is None else (made, out_coords)
 
     def bound(self, x: Tensor, coords: Coords | None = None, *, bits: int = 24) -> Tensor:
@@ -151,17 +151,14 @@ class Float8Layer(nn.Module):
             float64, of the result's shape.
         """
         sums, _ = self._sums(self._numbers(x).abs(), self.weight.double().abs(), coords)
-        size = sums * self._along(self._unit(), sums)
         bias = None if self.bias is None else self.bias.abs()
-        largest: Tensor = size + self._along(bias, sums)
+        largest: Tensor = sums * self._along(self._unit()) + self._along(bias)
         return (self.products + 3) * 2.0 ** (1 - bits) * largest
 
     def in_float(self) -> FloatSparseConv:
         """A sparse convolution with float32 weights, q · s_w, on values of the FP8 input."""
-        key, settings = self.settings["indice_key"], dict(self.settings)
-        settings.pop("indice_key")
         weight = self.weight.float() * self.weight_scale
-        return FloatSparseConv(weight, self.bias, Geometry(**settings), key)
+        return FloatSparseConv(weight, self.bias, *self._geometry())
 
     @property
     def products(self) -> int:
@@ -192,7 +189,13 @@ class Float8Layer(nn.Module):
     def _unit(self) -> Tensor:
         return self.weight_scale.double() * self.input_scale
 
-    def _along(self, values: Tensor | None, sums: Tensor) -> Any:
+    def _geometry(self) -> tuple[Geometry, str | None]:
+        """Geometry and key of a sparse convolution."""
+        settings = dict(self.settings)
+        key = settings.pop("indice_key")
+        return Geometry(**settings), key
+
+    def _along(self, values: Tensor | None) -> Any:
         """Values of the output channels, beside the sums."""
         if values is None:
             return 0.0
@@ -200,11 +203,10 @@ class Float8Layer(nn.Module):
         return values.double().reshape(-1, *[1] * after)
 
     def _sums(self, x: Tensor, weight: Tensor, coords: Coords | None) -> tuple[Tensor, Any]:
-        settings = dict(self.settings)
         if coords is not None:
-            key = settings.pop("indice_key")
-            rulebook, out = coords.convolved(Geometry(**settings), key, "an FP8 convolution")
+            rulebook, out = coords.convolved(*self._geometry(), "an FP8 convolution")
             return sparse_conv(x, weight, None, rulebook, layout=WeightLayout.VCK), out
+        settings = dict(self.settings)
         if self.op == "conv":
             padding = settings.pop("padding")
             x = functional.pad(x, [side for pair in reversed(padding) for side in pair])

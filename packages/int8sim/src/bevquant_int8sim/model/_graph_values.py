@@ -22,8 +22,6 @@ from bevquant_int8sim.model._operation import Operation
 from bevquant_int8sim.model._step import Ref, SparseRef
 from bevquant_quantizers import AffineQuantizer, TensorQuantizer
 
-__all__ = ["GraphValues", "is_coords", "nested"]
-
 _TYPES = ("to", "_to_copy", "int", "type_as")
 
 

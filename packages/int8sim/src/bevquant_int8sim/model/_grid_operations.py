@@ -80,11 +80,8 @@ def average_pool(
     *,
     rounding: str = "half_even",
     kernel_size: Any = None,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
     output_size: Any = None,
+    **windows: Any,
 ) -> Tensor:
     """Rounded averages of integers times `multiplier`, of the type of `x`.
 
@@ -92,30 +89,17 @@ def average_pool(
         x: int8 or int16 ``[batch, channels, *grid]``.
         multiplier: s_x / s_y.
         rounding: As of `quantize`.
-        kernel_size: As in torch, like all that follow; ``None`` for an adaptive pooling.
-        stride: Of the windows.
-        padding: Zeros at every side.
-        ceil_mode: Let the last window hang over.
-        count_include_pad: Count the zeros.
+        kernel_size: As in torch; ``None`` for an adaptive pooling.
         output_size: Of an adaptive pooling, whose windows may overlap.
+        **windows: Further settings of `int8_avg_pool`.
     """
     if kernel_size is None:
-        windows = _even_windows(x, output_size)
-        if windows is None:
+        kernel_size = _even_windows(x, output_size)
+        if kernel_size is None:
             values = average(x.double(), output_size=output_size) * multiplier
             info = torch.iinfo(x.dtype)
             return round_float(values, rounding).clamp_(info.min, info.max).to(x.dtype)
-        kernel_size, stride = windows, windows
-    return int8_avg_pool(
-        x,
-        kernel_size,
-        stride,
-        padding,
-        multiplier,
-        ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad,
-        rounding=rounding,
-    )
+    return int8_avg_pool(x, kernel_size, multiplier=multiplier, rounding=rounding, **windows)
 
 
 def average(

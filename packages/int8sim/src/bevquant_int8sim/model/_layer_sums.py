@@ -16,8 +16,6 @@ from bevquant_int8sim.model._layer_table import LayerRow
 from bevquant_int8sim.model._rowwise import contiguous
 from bevquant_qnn import PairSums
 
-__all__ = ["FIELDS", "LayerSums", "float_gaps", "largest_steps"]
-
 FIELDS = (
     "power fake_power integer_power fake_dot integer_dot fake_error integer_error "
     "free_total free_off forced_total forced_off saturated free_largest forced_largest"

@@ -191,7 +191,8 @@ class _Walk:
             for required in required_types:
                 self._read(operation.args[0], required.behind_relu(operation.ceiling))
         elif kind == "weighted_sum":
-            self._read(operation.args[0], RequiredType(self._made_by[operation.args[0].name].natural))
+            natural = self._made_by[operation.args[0].name].natural
+            self._read(operation.args[0], RequiredType(natural))
             self._read((operation.args[1:], operation.kwargs), RequiredType(FLOAT))
         elif kind == "add":
             for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):

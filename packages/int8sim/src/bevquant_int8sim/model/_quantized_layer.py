@@ -214,12 +214,10 @@ def _layer(
 ) -> Layer | Float8Layer:
     """The layer of an input's form."""
     if isinstance(read, Integers):
-        if op == "sparse_conv":
-            key = settings["indice_key"]
-            geometry = Geometry(**{n: v for n, v in settings.items() if n != "indice_key"})
-            settings = {"geometry": geometry, "indice_key": key}
         step = _STEPS[op]("", (), ("",), form=ACCUMULATORS, weight=weight, bias=bias, **settings)
         return Layer(step, scale, read)
+    if op == "sparse_conv":
+        settings = {**asdict(settings["geometry"]), "indice_key": settings["indice_key"]}
     return Float8Layer(op, weight, scale, bias, read.scale, read.form.name, settings)
 
 
@@ -301,33 +299,24 @@ def _settings(module: Any, op: str) -> dict[str, Any]:
         "dilation": tuple(module.dilation),
         "groups": module.groups,
     }
-    if op == "conv_transpose":
-        settings |= {
-            "padding": tuple(module.padding),
-            "output_padding": tuple(module.output_padding),
-        }
-        return settings
-    return settings | {"padding": zero_padding(module)}
+    if op != "conv_transpose":
+        return settings | {"padding": zero_padding(module)}
+    return settings | {n: tuple(getattr(module, n)) for n in ("padding", "output_padding")}
 
 
 def geometry_of(module: Any) -> Geometry:
     """Settings of an spconv-style module."""
     rank = int(module.ndim)
 
-    def sizes(name: str, default: int) -> tuple[int, ...]:
-        value = getattr(module, name, default)
+    def sizes(name: str) -> tuple[int, ...]:
+        value = getattr(module, name, 0 if "padding" in name else 1)
         return (value,) * rank if isinstance(value, int) else tuple(int(v) for v in value)
 
-    return Geometry(
-        kernel_size=sizes("kernel_size", 1),
-        stride=sizes("stride", 1),
-        padding=sizes("padding", 0),
-        dilation=sizes("dilation", 1),
-        output_padding=sizes("output_padding", 0),
-        subm=bool(getattr(module, "subm", False)),
-        transposed=bool(getattr(module, "transposed", False)),
-        inverse=bool(getattr(module, "inverse", False)),
-    )
+    names = ("kernel_size", "stride", "padding", "dilation", "output_padding")
+    settings: dict[str, Any] = {name: sizes(name) for name in names}
+    for name in ("subm", "transposed", "inverse"):
+        settings[name] = bool(getattr(module, name, False))
+    return Geometry(**settings)
 
 
 def sparse_layer(
@@ -358,7 +347,7 @@ def sparse_layer(
     weight = permute_weight(
         q, module.weight_layout, WeightLayout.VCK, kernel_size=geometry.kernel_size
     )
-    settings = {**asdict(geometry), "indice_key": None if key is None else str(key)}
+    settings = {"geometry": geometry, "indice_key": None if key is None else str(key)}
     return _layer("sparse_conv", weight.contiguous(), bias, scale, integers, settings)
 
 

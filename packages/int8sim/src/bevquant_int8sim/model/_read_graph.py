@@ -30,8 +30,6 @@ from bevquant_int8sim.model._step import Method, Ref
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
-__all__ = ["read_graph"]
-
 _LAST = 2**63 - 1  # the end of a slice without one
 
 

@@ -39,15 +39,14 @@ def requantized(
     low, high = integer_range(bits, narrow)
     kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) and bits <= 8 else None
     axis = _packed_axis(acc) if multiplier.dim() == 0 else axis
-    rows = _rows(acc, axis) if kernels is not None else None
-    if kernels is None or rows is None:
+    if kernels is None:
         return requantize(
             acc.to(torch.int32), multiplier, axis=axis, bits=bits, narrow_range=narrow, relu=relu,
             name=name,
         )  # fmt: skip
     out, shaped = _result(acc, axis, torch.int8)
     factors = _factors(multiplier, acc.shape[axis])
-    kernels.requantize_rows(*rows, factors, 0 if relu else low, high, out)
+    kernels.requantize_rows(*_rows(acc, axis), factors, 0 if relu else low, high, out)
     return shaped
 
 
@@ -55,13 +54,12 @@ def dequantized(acc: Tensor, scale: Tensor, axis: int, *, relu: bool) -> Tensor:
     """`dequantize` to float32."""
     kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) else None
     axis = _packed_axis(acc) if scale.dim() == 0 else axis
-    rows = _rows(acc, axis) if kernels is not None else None
-    if kernels is None or rows is None:
+    if kernels is None:
         values = dequantize(acc, scale, axis=axis)
         return values.clamp_(min=0) if relu else values
     out, shaped = _result(acc, axis, torch.float32)
     factors = _factors(scale, acc.shape[axis])
-    kernels.dequantize_rows(*rows, factors, 0.0 if relu else -math.inf, out)
+    kernels.dequantize_rows(*_rows(acc, axis), factors, 0.0 if relu else -math.inf, out)
     return shaped
 
 
@@ -78,16 +76,16 @@ def add(
         low: Lower clamp.
         high: Upper clamp; its size says whether the result is int8 or int16.
     """
-    first, *rest = sorted(operands, key=lambda t: -t.element_size())
     order = sorted(range(len(operands)), key=lambda i: -operands[i].element_size())
+    first, *rest = (operands[i] for i in order)
     if not any(f.dim() for f in factors):
         axis = _packed_axis(first)
     kernels = _kernels(first) if len(rest) == 1 and high <= 127 else None
     if kernels is not None and rest[0].dtype == torch.int8 and first.dtype != torch.int16:
-        a, b = _rows(first, axis), _rows(rest[0], axis)
-        if a is not None and b is not None and first.shape == rest[0].shape:
+        if first.shape == rest[0].shape:
             out, shaped = _result(first, axis, torch.int8)
             fa, fb = (_factors(factors[i], first.shape[axis]) for i in order)
+            a, b = _rows(first, axis), _rows(rest[0], axis)
             kernels.add_rows(*a, fa, *b, fb, factor, low, high, out)
             return shaped
     total = torch.zeros((), dtype=torch.float64)
@@ -115,7 +113,7 @@ def _flat(x: Tensor) -> Tensor | None:
     return x.as_strided((x.numel(),), (1,))
 
 
-def _rows(x: Tensor, axis: int) -> tuple[Any, int] | None:
+def _rows(x: Tensor, axis: int) -> tuple[Any, int]:
     """``(flat memory, stride of a row)`` with the channels of `axis` side by side."""
     moved = x.movedim(axis, -1)
     channels = moved.shape[-1]

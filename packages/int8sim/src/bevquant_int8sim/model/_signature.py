@@ -16,8 +16,6 @@ from bevquant_graph import (
 )
 from bevquant_int8sim.model._step import Ref
 
-__all__ = ["bind"]
-
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 

@@ -34,8 +34,6 @@ from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._verify import verify_model
 from bevquant_int8sim.model._weighted_steps import Dense
 
-__all__ = ["simulate"]
-
 
 @reported_by("simulate")
 def simulate(

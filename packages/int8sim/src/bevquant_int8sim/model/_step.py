@@ -395,19 +395,28 @@ class Coordinates(Step):
         return (Coords(indices, spatial_shape, batch_size),)
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """References and constants of nested arguments, in order."""
+    if isinstance(value, slice):
+        value = value.start, value.stop, value.step
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
 def names_in(value: Any) -> list[str]:
     """Names of the values that nested arguments read, in order."""
-    if isinstance(value, Ref):
-        return [value.name]
-    if isinstance(value, SparseRef):
-        return [value.features, value.coords]
-    if isinstance(value, Mapping):
-        return [name for item in value.values() for name in names_in(item)]
-    if isinstance(value, list | tuple):
-        return [name for item in value for name in names_in(item)]
-    if isinstance(value, slice):
-        return names_in((value.start, value.stop, value.step))
-    return []
+    found: list[str] = []
+    for leaf in _leaves(value):
+        if isinstance(leaf, Ref):
+            found.append(leaf.name)
+        elif isinstance(leaf, SparseRef):
+            found += leaf.features, leaf.coords
+    return found
 
 
 def replaced(value: Any, read: Any) -> Any:
@@ -425,15 +434,7 @@ def replaced(value: Any, read: Any) -> Any:
 
 def numbers_in(value: Any) -> Iterator[int | float]:
     """Numbers among nested constants."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from numbers_in(item)
-    elif isinstance(value, slice):
-        yield from numbers_in((value.start, value.stop, value.step))
-    elif isinstance(value, int | float):
-        yield value
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, int | float))
 
 
 def refuse_wide(number: int | float, operation: str) -> None:

@@ -10,8 +10,6 @@ from torch import fx
 from bevquant_graph import Graph
 from bevquant_int8sim.model._form import RequiredType
 
-__all__ = ["Source"]
-
 
 @dataclass(frozen=True, eq=False)
 class Source:

@@ -26,8 +26,6 @@ from bevquant_int8sim.model._reference import tensor_of
 from bevquant_int8sim.model._step import Ref, Step
 from bevquant_int8sim.model._weighted_steps import Weighted
 
-__all__ = ["StepBounds", "check_results", "verify_model"]
-
 # float32 sums of up to 10⁴ products: 4·√n·2⁻²⁴ of the sum of their magnitudes.
 _SUM = 2.0**-14
 _FLOAT = 2.0**-12  # of the largest value, where both compute one thing in float32
