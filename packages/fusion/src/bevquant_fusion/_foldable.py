@@ -21,12 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from bevquant_graph import (
-    copied,
-    is_library_class,
-    only_guards,
-    replace_modules,
-)
+from bevquant_graph import copied, is_library_class, only_guards, replace_modules
 from bevquant_sparse import WeightLayout, get_weight, layout_of
 
 from ._ranges import children_problem, is_sparse

@@ -19,7 +19,6 @@ from ._ranges import is_sparse, scale_ranges, unchanged_on_error
 from ._weights import (
     absorb_norm,
     fuse_conv_bn_weights,
-    fuse_linear_bn_weights,
     fuse_sparse_conv_bn_weights,
     scale_and_bias,
     scale_of,
@@ -137,12 +136,8 @@ def _fold_weights(conv: nn.Module, norm: Norm) -> None:
         if bias is not None:
             new_bias = nn.Parameter(new_bias.detach().reshape(bias.shape), bias.requires_grad)
     else:
-        if isinstance(conv, nn.Linear):
-            weight, new_bias = fuse_linear_bn_weights(layer.weight, bias, *norm)
-        else:
-            weight, new_bias = fuse_conv_bn_weights(
-                layer.weight, bias, *norm, layer.transposed, layer.groups
-            )
+        groups = () if isinstance(conv, nn.Linear) else (layer.transposed, layer.groups)
+        weight, new_bias = fuse_conv_bn_weights(layer.weight, bias, *norm, *groups)
         _check_finite(conv, weight, new_bias)
         conv.weight = weight
     conv.bias = new_bias

@@ -130,21 +130,18 @@ def fuse_conv_bn_weights(
         (3.0, 4.0)
     """
     check_tensors(conv_w, conv_b, bn_rm, bn_rv, bn_w, bn_b)
-    if not transpose:
-        channels = int(conv_w.shape[0])
-        scale, bias = scale_and_bias(
-            conv_b, bn_rm, bn_rv, bn_eps, bn_w, bn_b, channels, conv_w.device
-        )
-        return _parameters(conv_w, conv_b, _along(conv_w.detach().double(), scale, 0), bias)
-    if not isinstance(groups, int) or groups < 1 or conv_w.shape[0] % groups:
+    if transpose and (not isinstance(groups, int) or groups < 1 or conv_w.shape[0] % groups):
         raise ValueError(
             f"a transposed convolution weight of shape {tuple(conv_w.shape)} cannot have "
             f"{groups} groups; pass the groups of the convolution"
         )
-    channels = int(conv_w.shape[1]) * groups
+    channels = int(conv_w.shape[1]) * groups if transpose else int(conv_w.shape[0])
     scale, bias = scale_and_bias(conv_b, bn_rm, bn_rv, bn_eps, bn_w, bn_b, channels, conv_w.device)
+    weight = conv_w.detach().double()
+    if not transpose:
+        return _parameters(conv_w, conv_b, _along(weight, scale, 0), bias)
     # Input channels lie group after group, and a group's output channels are its own.
-    grouped = conv_w.detach().double().reshape(groups, -1, *conv_w.shape[1:])
+    grouped = weight.reshape(groups, -1, *conv_w.shape[1:])
     shape = (groups, 1, -1, *(1,) * (conv_w.ndim - 2))
     scaled = grouped * scale.reshape(shape)
     return _parameters(conv_w, conv_b, scaled.reshape(conv_w.shape), bias)

@@ -83,7 +83,6 @@ class TracedArray:
 
     def __getattr__(self, name: str) -> Any:
         tnp = _tnp()
-
         found = None if name.startswith("__") else getattr(tnp.ndarray, name, None)
         if name in ("tolist", "item"):
             return lambda *place: _listed(self[place] if place else self)
@@ -94,16 +93,12 @@ class TracedArray:
         return getattr(tnp.ndarray(self.tensor), name)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        tnp = _tnp()
-
-        home: Any = tnp.linalg if func.__module__ == "numpy.linalg" else tnp
+        home = _tnp().linalg if func.__module__ == "numpy.linalg" else _tnp()
         return _computed(getattr(home, func.__name__, None), args, kwargs, func.__name__)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        tnp = _tnp()
-
         called = method == "__call__" and "out" not in kwargs
-        found = getattr(tnp, ufunc.__name__, None) if called else None
+        found = getattr(_tnp(), ufunc.__name__, None) if called else None
         return _computed(found, args, kwargs, ufunc.__name__)
 
     @classmethod
@@ -133,9 +128,7 @@ class TracedArray:
 
 
 def _operator(name: str) -> Any:
-    tnp = _tnp()
-
-    return getattr(tnp.ndarray, name)
+    return getattr(_tnp().ndarray, name)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -174,7 +167,6 @@ def is_traced(value: Any) -> bool:
 def _computed(func: Any, args: Any, kwargs: Any, name: str = "") -> Any:
     """The result of one of torch._numpy's functions, in traced arrays."""
     tnp = _tnp()
-
     origins = frozenset[int]().union(*(a.origins for a in _traced((args, kwargs))))
     if func is None:
         raise NeedsNumbers(origins, f"numpy.{name}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -154,6 +153,7 @@ class _Rewriter:
         chain = [target]
         while chain[-1] is not root:
             chain.append(self._source_tensor(chain[-1]))
+        # Scatters need the sources as they were, so these are read before the version changes.
         before = {view: self.value(view, node) for view in chain}
         out_of_place = _out_of_place(node.target)
         if out_of_place is None or op_spec(out_of_place).kind == "layout_op":
@@ -164,6 +164,7 @@ class _Rewriter:
         made.target = out_of_place
         self.version[root] += 1
         self._keep(node, made)
+        # From the written view up to the root: each new value is scattered into the next source.
         for view, source in zip(chain, [*chain[1:], None], strict=True):
             self.current[view] = self.version[root], made
             if source is not None and not _is_same(view):
@@ -183,9 +184,31 @@ class _Rewriter:
             part: The new value of the view.
             at: The write.
         """
-        if source.meta["val"].dtype != part.meta["val"].dtype:
+        value, spec = source.meta["val"], op_spec(view.target)
+        if value.dtype != part.meta["val"].dtype:
             raise _NoForm("a view of another type")
-        return _inverse(view)(self, view, source, part, at)
+        scatter = getattr(_aten, f"{spec.name}_scatter", None)
+        call: tuple[Any, ...]
+        if view.target is operator.getitem:
+            call = _of_part(view, source, part)
+        elif spec.layout == "reshape":
+            sizes = [
+                self.call(at, size, _aten.sym_size.int, source, axis)
+                if isinstance(size, SymInt)
+                else size
+                for axis, size in enumerate(value.shape)
+            ]
+            call = _aten.reshape.default, part, sizes
+        elif spec.layout == "permute":
+            (dims,) = self.arguments(view)
+            rank = len(dims)
+            inverse = sorted(range(rank), key=[d % rank for d in dims].__getitem__)
+            call = _aten.permute.default, part, inverse
+        elif scatter is not None and spec.layout == "part":
+            call = scatter.default, source, part, *self.arguments(view)
+        else:
+            raise _NoForm(str(view.target))
+        return self.call(at, value, *call)
 
     def call(self, at: fx.Node, value: Any, target: Any, *args: Any) -> fx.Node:
         """A new node, of the call that a write is part of; it makes such a value."""
@@ -207,67 +230,21 @@ _MUTATIONS = {
 }
 # torch's trace shows the memory of the constant that it copies.
 _FRESH = torch.ops.aten.lift_fresh_copy.default
-# Of a view: its source's new value, by the source before the write, and the view's new value.
-_Inverse = Callable[[_Rewriter, fx.Node, fx.Node, fx.Node, fx.Node], fx.Node]
 _aten = torch.ops.aten
 
 
-def _scatter(target: Any) -> _Inverse:
-    def inverse(
-        new: _Rewriter, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node
-    ) -> fx.Node:
-        return new.call(at, source.meta["val"], target, source, part, *new.arguments(view))
-
-    return inverse
-
-
-def _of_part(new: _Rewriter, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node) -> fx.Node:
-    """One of the tensors of a split; the list of them stands between it and its source."""
+def _of_part(view: fx.Node, source: fx.Node, part: fx.Node) -> tuple[Any, ...]:
+    """The scatter of one of the tensors of a split, whose list stands between it and its source."""
     split, place = view.args
     assert isinstance(split, fx.Node)
     assert isinstance(place, int)
-    axis = _named_argument(split, "dim", 0)
-    parts = split.meta["val"]
+    axis = _axis_of(split)
     if op_spec(split.target).name == "unbind":
-        return new.call(
-            at, source.meta["val"], _aten.select_scatter.default, source, part, axis, place
-        )
-    sizes = [one.shape[axis] for one in parts[: place + 1]]
+        return _aten.select_scatter.default, source, part, axis, place
+    sizes = [one.shape[axis] for one in split.meta["val"][: place + 1]]
     if any(isinstance(size, SymInt) for size in sizes):
         raise _NoForm("parts of open sizes")
-    where = sum(sizes[:-1]), sum(sizes)
-    return new.call(at, source.meta["val"], _aten.slice_scatter.default, source, part, axis, *where)
-
-
-def _permuted(
-    new: _Rewriter, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node
-) -> fx.Node:
-    (dims,) = new.arguments(view)
-    rank = len(dims)
-    inverse = sorted(range(rank), key=[d % rank for d in dims].__getitem__)
-    return new.call(at, source.meta["val"], _aten.permute.default, part, inverse)
-
-
-def _reshaped(
-    new: _Rewriter, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node
-) -> fx.Node:
-    sizes = [
-        new.call(at, size, _aten.sym_size.int, source, axis) if isinstance(size, SymInt) else size
-        for axis, size in enumerate(source.meta["val"].shape)
-    ]
-    return new.call(at, source.meta["val"], _aten.reshape.default, part, sizes)
-
-
-def _inverse(view: fx.Node) -> _Inverse:
-    spec = op_spec(view.target)
-    if view.target is operator.getitem:
-        return _of_part
-    if spec.layout in ("reshape", "permute"):
-        return _reshaped if spec.layout == "reshape" else _permuted
-    scatter = getattr(_aten, f"{spec.name}_scatter", None)
-    if scatter is None or spec.layout != "part":
-        raise _NoForm(str(view.target))
-    return _scatter(scatter.default)
+    return _aten.slice_scatter.default, source, part, axis, sum(sizes[:-1]), sum(sizes)
 
 
 def _is_same(node: fx.Node) -> bool:
@@ -285,10 +262,10 @@ def _keeps_type(node: fx.Node, dtype: torch.dtype) -> bool:
     return spec.writes or (spec.shape and types <= {dtype, torch.bool})
 
 
-def _named_argument(node: fx.Node, name: str, default: int) -> int:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index(name)
-    given = node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+def _axis_of(split: fx.Node) -> int:
+    names = [argument.name for argument in split.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index("dim")
+    given = split.args[place] if place < len(split.args) else split.kwargs.get("dim", 0)
     assert isinstance(given, int)
     return given
 

@@ -24,10 +24,7 @@ from torch import Tensor, nn
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    free_unbacked_symbols,
-)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from ._faults import is_authors
 from ._operators import OPERATORS

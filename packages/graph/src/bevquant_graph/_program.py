@@ -326,20 +326,21 @@ class _Builder:
                 )
         # A module() may hold what a pass has folded away.
         read = {str(n.target) for n in self.program.graph.nodes if n.op == "get_attr" and n.users}
-        for path, parameter in self.program.named_parameters(remove_duplicate=False):
+        parameters = self.program.named_parameters(remove_duplicate=False)
+        buffers = self.program.named_buffers(remove_duplicate=False)
+        for path, tensor in itertools.chain(parameters, buffers):
             if not self.whole and path not in read:
                 continue
-            owner, name = self.holder(root, path.rpartition(".")[0]), path.rpartition(".")[2]
-            if name not in owner._parameters:
-                owner.register_parameter(name, parameter)
-        for path, buffer in self.program.named_buffers(remove_duplicate=False):
-            if not self.whole and path not in read:
+            parent, _, name = path.rpartition(".")
+            owner = self.holder(root, parent)
+            if name in owner._parameters or name in owner._buffers:
                 continue
-            holder = self.program.get_submodule(path.rpartition(".")[0])
-            owner, name = self.holder(root, path.rpartition(".")[0]), path.rpartition(".")[2]
-            if name not in owner._buffers:
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(name, tensor)
+            else:
+                holder = self.program.get_submodule(parent)
                 kept = name not in holder._non_persistent_buffers_set
-                owner.register_buffer(name, buffer, persistent=kept)
+                owner.register_buffer(name, tensor, persistent=kept)
         for target in read:
             path, _, name = target.rpartition(".")
             if not hasattr(self.holder(root, path), name):
