@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bevquant_int8sim._dense import check_bias, check_operands, run_dense
@@ -57,6 +56,7 @@ def int8_linear(
         AccumulatorOverflowError: A sum leaves int32.
 
     Example:
+        >>> import torch
         >>> x = torch.tensor([[1, -2]], dtype=torch.int8)
         >>> w = torch.tensor([[3, 4], [100, 0]], dtype=torch.int8)
         >>> int8_linear(x, w).tolist(), int8_linear(x, w, multiplier=0.5).tolist()
@@ -69,7 +69,7 @@ def int8_linear(
             f"in_features], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     check_bias(bias, weight.shape[0], name)
-    settings = make_output(multiplier, weight.shape[0], name=name, **_defaults(output, name))
+    settings = make_output(multiplier, weight.shape[0], name=name, **output)
     count = math.prod(x.shape[:-1])
     rows = x.reshape(1, count, x.shape[-1]).movedim(-1, 1)
     axis = Axis(count, count, count, 0, 1, 0, 1, (0,), (0,))
@@ -82,6 +82,7 @@ def int8_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **setting
     """Convolution over one axis, ``[batch, channels, length]``; arguments as of `int8_conv2d`.
 
     Example:
+        >>> import torch
         >>> x = torch.tensor([[[1, 2, 3]]], dtype=torch.int8)
         >>> int8_conv1d(x, torch.ones(1, 1, 2, dtype=torch.int8), padding=[(1, 0)]).tolist()
         [[[1, 3, 5]]]
@@ -138,6 +139,7 @@ def int8_conv2d(
         AccumulatorOverflowError: A sum leaves int32.
 
     Example:
+        >>> import torch
         >>> x = torch.arange(4, dtype=torch.int8).view(1, 1, 2, 2)
         >>> w = torch.full((1, 1, 2, 2), 10, dtype=torch.int8)
         >>> int8_conv2d(x, w).item(), int8_conv2d(x, w, multiplier=0.25).item()
@@ -154,6 +156,7 @@ def int8_conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **setting
     """Convolution over three axes, ``[batch, channels, *grid]``; arguments as of `int8_conv2d`.
 
     Example:
+        >>> import torch
         >>> x = torch.ones(1, 2, 3, 3, 3, dtype=torch.int8)
         >>> int8_conv3d(x, torch.ones(1, 2, 3, 3, 3, dtype=torch.int8)).item()
         54
@@ -185,7 +188,7 @@ def _convolution(
     _check_shapes(x, weight, bias, ndim, groups, 1, name)
     channels = weight.shape[0]
     check_bias(bias, channels, name)
-    settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
+    settings = make_output(multiplier, channels, name=name, **output)
     kernel = tuple(weight.shape[2:])
     axes = tuple(
         conv_axis(*arguments, name)
@@ -200,6 +203,7 @@ def _convolution(
     )
     check_outputs((len(x), *(axis.out_size for axis in axes)), name)
     by_group = weight.reshape(groups, channels // groups, weight.shape[1], math.prod(kernel))
+    # Output channels side by side, which fill the lanes of a vector.
     by_group = by_group.permute(0, 3, 2, 1)
     if addend is not None:
         shape = (len(x), channels, *(axis.out_size for axis in axes))
@@ -249,6 +253,7 @@ def int8_conv_transpose2d(
         AccumulatorOverflowError: A sum leaves int32.
 
     Example:
+        >>> import torch
         >>> x = torch.tensor([[[[1, 2]]]], dtype=torch.int8)
         >>> w = torch.tensor([[[[1, 10]]]], dtype=torch.int8)
         >>> int8_conv_transpose2d(x, w, stride=2).tolist()
@@ -261,7 +266,7 @@ def int8_conv_transpose2d(
     _check_shapes(x, weight, bias, 2, groups, 0, name)
     channels = weight.shape[1] * groups
     check_bias(bias, channels, name)
-    settings = make_output(multiplier, channels, name=name, **_defaults(output, name))
+    settings = make_output(multiplier, channels, name=name, **output)
     kernel = tuple(weight.shape[2:])
     steps = per_axis(stride, 2, f"{name}: stride", 1)
     cuts = per_axis(padding, 2, f"{name}: padding", 0)
@@ -303,18 +308,3 @@ def _check_shapes(
             f"{name}: x of shape {tuple(x.shape)} and a weight [{order}, *kernel] of shape "
             f"{tuple(weight.shape)} do not fit with groups={groups} and {ndim} grid axes"
         )
-
-
-def _defaults(output: dict[str, Any], name: str) -> dict[str, Any]:
-    """The settings of an output that are not given, and a refusal of unknown ones."""
-    defaults = {
-        "out_dtype": torch.int8,
-        "narrow_range": False,
-        "relu": False,
-        "rounding": "half_even",
-        "arithmetic": "float64",
-    }
-    unknown = sorted(set(output) - set(defaults))
-    if unknown:
-        raise TypeError(f"{name}: unknown arguments {', '.join(unknown)}")
-    return defaults | output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -101,19 +101,24 @@ class Output:
 def make_output(
     multiplier: Tensor | float | None,
     channels: int,
+    /,
     *,
-    out_dtype: torch.dtype,
-    narrow_range: bool,
-    relu: bool,
-    rounding: str,
-    arithmetic: str,
+    out_dtype: torch.dtype = torch.int8,
+    narrow_range: bool = False,
+    relu: bool = False,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
     name: str,
+    **unknown: Any,
 ) -> Output:
     """Check the settings of a layer with that many output channels.
 
     Raises:
+        TypeError: A setting is `unknown`.
         ValueError: A setting is unknown, or the multiplier is unusable or does not fit `channels`.
     """
+    if unknown:
+        raise TypeError(f"{name}: unknown arguments {', '.join(sorted(unknown))}")
     check_rounding(rounding, f"{name}: rounding")
     check_arithmetic(arithmetic, f"{name}: arithmetic")
     if out_dtype not in (*_BITS, torch.float32):

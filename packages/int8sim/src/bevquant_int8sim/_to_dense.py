@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._scales import check_integer_tensor
 
@@ -68,22 +70,13 @@ def int8_to_dense(
             f"{name}: row {row} lies at {indices[row].tolist()}, outside of batch size and "
             f"grid {(batch_size, *shape)}"
         )
-    channels = features.shape[1]
-    grid = _compiled(features, indices, shape, batch_size)
-    if grid is None:
-        grid = features.new_zeros(batch_size, *shape[:-1], channels, shape[-1])
+    made = (batch_size, *shape[:-1], features.shape[1], shape[-1])
+    fits = features.dtype == torch.int8 and indices.dtype == torch.int32 and len(shape) == 3
+    fits = fits and features.device.type == "cpu" and len(features) > 0
+    kernels = compiled_module("channels_last", math.prod(made)) if fits else None
+    if kernels is not None:
+        grid: Tensor = kernels.scatter(features, indices, shape, batch_size)
+    else:
+        grid = features.new_zeros(made)
         grid.movedim(-2, -1)[indices.long().unbind(1)] = features
     return grid.movedim(-2, 1)
-
-
-def _compiled(
-    features: Tensor, indices: Tensor, shape: tuple[int, ...], batch_size: int
-) -> Tensor | None:
-    fits = features.dtype == torch.int8 and indices.dtype == torch.int32 and len(shape) == 3
-    if not fits or features.device.type != "cpu" or not len(features):
-        return None
-    try:
-        from bevquant_int8sim._compiled.channels_last import scatter
-    except ImportError:  # without numba
-        return None
-    return scatter(features, indices, shape, batch_size)

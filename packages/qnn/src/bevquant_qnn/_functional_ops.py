@@ -151,12 +151,17 @@ def quantize_functional_ops(
     own: dict[nn.Module, list[FunctionalOp]] = defaultdict(list)
     for op in found.ops:
         own[op.call.module].append(op)
-    for path, module in list(model.named_modules()):
-        products = [op for op in own[module] if op.kind == "product"]
-        placer = _Placer(path, module, products, config, kept)
+
+    def place(path: str, module: nn.Module, *, products: bool) -> list[SkippedModule]:
+        ops = [op for op in own[module] if (op.kind == "product") == products]
+        placer = _Placer(path, module, ops, config, kept)
         placer.place()
-        done += placer.done
-        placed += placer.placed
+        done.extend(placer.done)
+        placed.extend(placer.placed)
+        return placer.skipped
+
+    for path, module in list(model.named_modules()):
+        place(path, module, products=True)
     if not (config.quantize_add or config.quantize_concat or config.quantize_sample):
         return done, skipped, placed
     for path, module in list(model.named_modules()):
@@ -174,10 +179,7 @@ def quantize_functional_ops(
             )
             skipped.append(SkippedModule(path, reason))
             continue
-        ops = [op for op in own[module] if op.kind != "product"]
-        placer = _Placer(path, module, ops, config, kept)
-        placer.place()
-        done += placer.done
+        left = place(path, module, products=False)
         functions = {
             name: None
             for steps in found.parts
@@ -187,8 +189,7 @@ def quantize_functional_ops(
             called = ", ".join(functions)
             reason = f"its own forward calls {called}: without a quantized form, so in float"
             skipped.append(SkippedModule(path, reason))
-        skipped += placer.skipped
-        placed += placer.placed
+        skipped += left
     return done, skipped, placed
 
 

@@ -21,6 +21,7 @@ from bevquant_graph import (
     check_kind,
     copied,
     refuse_unusable,
+    replace_modules,
 )
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
@@ -29,7 +30,7 @@ from bevquant_qnn._functional_ops import Followed, quantize_functional_ops
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
-from bevquant_qnn._replace import put_back, replace_layers
+from bevquant_qnn._replace import replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
 from bevquant_qnn._signs import choose_unsigned
@@ -180,7 +181,7 @@ def _quantized(
     observed = example_inputs is not None
     found = observe(model, config, example_inputs, graph) if observed else trace(model)
     unused = _unused(found, originals) if observed else {}
-    put_back(model, {layer: originals[layer] for layer in unused})
+    replace_modules(model, {layer: originals[layer] for layer in unused})
     left = [note.path for note in unused.values()]
     replaced = [r for r in replaced if not any(f"{r.path}.".startswith(f"{p}.") for p in left)]
     skipped = [*skipped, *unused.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._pool import QuantPool
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution, sparse_weight_axis
+from bevquant_qnn._steps import is_quantized
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
@@ -83,7 +84,7 @@ def replace_layers(
             done += [
                 QuantizedModule(f"{path}.{name}" if path else name, _name(child), _name(module))
                 for name, child in built[module].named_children()
-                if _has_quantizers(child)
+                if is_quantized(child)
             ]
         elif module not in built:
             built[module] = _quantized_form(module, config)
@@ -108,11 +109,6 @@ def replace_layers(
     return model, {quantized: module for module, quantized in built.items()}, done, skipped, kept
 
 
-def put_back(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Hold the float layers again in the places of the quantized ones that map to them."""
-    replace_modules(model, layers)
-
-
 def _name(module: nn.Module) -> str:
     return type(module).__name__
 
@@ -126,15 +122,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None
         if path.rpartition(".")[0] in inside_quantized and path:
             inside_quantized.add(path)
             continue
-        if isinstance(module, TensorQuantizer) or _has_quantizers(module):
+        if isinstance(module, TensorQuantizer) or is_quantized(module):
             inside_quantized.add(path)
             continue
         if has_quantized_form(module):
             yield path, module, parents[path.rpartition(".")[0]] if path else None
-
-
-def _has_quantizers(module: nn.Module) -> bool:
-    return "_input_quantizer" in module._modules
 
 
 def has_quantized_form(module: nn.Module) -> bool:

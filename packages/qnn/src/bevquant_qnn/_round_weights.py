@@ -12,14 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from bevquant_graph import (
-    Forward,
-    HtmlTable,
-    check_kind,
-    checked_batches,
-    layer_class,
-    on_batch,
-)
+from bevquant_graph import Forward, HtmlTable, check_kind, checked_batches, layer_class, on_batch
 from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution

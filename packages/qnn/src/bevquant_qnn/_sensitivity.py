@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_graph import Forward, checked_batches, is_sparse_tensor, on_batch
+from bevquant_graph import Forward, checked_batches, is_sparse_tensor, leaves, on_batch
 from bevquant_qnn._precision import (
     Precision,
     Setting,
@@ -300,7 +300,8 @@ def count_operations(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[
 
 def _operations(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
     if isinstance(module, QuantSparseConvolution):
-        return _channel_pairs(module) * _pairs(module, inputs[0], output)
+        channels: Any = module.in_channels, module.out_channels
+        return int(math.prod(channels)) * _pairs(module, inputs[0], output)
     if isinstance(module, nn.Linear):
         return int(output.numel() * module.in_features)
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
@@ -308,17 +309,8 @@ def _operations(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
         return int(inputs[0].numel() * math.prod(module.weight.shape[1:]))
     if isinstance(module, nn.modules.conv._ConvNd):
         return int(output.numel() * math.prod(module.weight.shape[1:]))
-    return sum(features_of(value).numel() for value in _flat(inputs))
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value] if isinstance(value, Tensor) or is_sparse_tensor(value) else []
-
-
-def _channel_pairs(module: Any) -> int:
-    return int(module.in_channels * module.out_channels)
+    read = [v for v in leaves(inputs) if isinstance(v, Tensor) or is_sparse_tensor(v)]
+    return sum(features_of(value).numel() for value in read)
 
 
 def _pairs(module: Any, x: Any, output: Any) -> int:

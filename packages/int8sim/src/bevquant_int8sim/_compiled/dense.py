@@ -23,12 +23,7 @@ from bevquant_int8sim._compiled.channels_last import pixel_rows
 from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS
 from bevquant_int8sim._compiled.grid import GridPlan, grid_calls, make_plan
 from bevquant_int8sim._compiled.launch import Call, RepeatedCalls
-from bevquant_int8sim._compiled.packed import (
-    PackedWeight,
-    fits_tiles,
-    pack_weight,
-    tile_channels,
-)
+from bevquant_int8sim._compiled.packed import PackedWeight, fits_tiles, pack_weight, tile_channels
 from bevquant_int8sim._compiled.sparse import sparse_calls
 from bevquant_int8sim._grid_axes import Axis, make_grid
 from bevquant_int8sim._output import Output

@@ -104,6 +104,7 @@ class Coords:
         if geometry.subm:
             return rulebook, self
         coords = Coords(rulebook.out_indices, rulebook.out_shape, self.batch_size)
+        # Inverse convolutions further on may go back past this one.
         coords._origins = dict(self._origins)
         return rulebook, coords
 

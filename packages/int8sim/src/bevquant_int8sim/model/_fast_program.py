@@ -20,13 +20,7 @@ from torch import Tensor
 from bevquant_int8sim.model._coords import Coords, dense
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import Integers
-from bevquant_int8sim.model._integer_steps import (
-    Add,
-    Dequantize,
-    Quantize,
-    Relu,
-    Requantize,
-)
+from bevquant_int8sim.model._integer_steps import Add, Dequantize, Quantize, Relu, Requantize
 from bevquant_int8sim.model._program import Program, Value
 from bevquant_int8sim.model._step import (
     Coordinates,

@@ -11,7 +11,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from bevquant_int8sim._elementwise import rounded_sum
-from bevquant_int8sim._quantize import dequantize, quantize, requantize
+from bevquant_int8sim._quantize import dequantize, requantize
 from bevquant_int8sim._rounding import Rounding, round_float
 from bevquant_int8sim._sample import attention_sums, grid_sums
 from bevquant_int8sim._scales import integer_range
@@ -121,12 +121,10 @@ class Quantize(Stored, Rounds):
 
     def _compute(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
         form = self.integers
-        settings: dict[str, Any] = {"bits": form.bits, "name": self.where}
-        if self.is_default:
-            q = quantized(args[0], form.scale, narrow=form.narrow, **settings)
-        else:
-            settings |= {"narrow_range": form.narrow, "rounding": self.rounding}
-            q = quantize(args[0], form.scale, **settings)
+        q = quantized(
+            args[0], form.scale, bits=form.bits, narrow=form.narrow, rounding=self.rounding,
+            name=self.where,
+        )  # fmt: skip
         return (q.clamp_(min=0) if self.relu else q,)
 
 
@@ -148,13 +146,10 @@ class Requantize(Stored, Rounds):
 
     def _compute(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
         form = self.integers
-        settings: dict[str, Any] = {"bits": form.bits, "relu": self.relu, "name": self.path}
-        if self.is_default:
-            narrow = form.narrow
-            return (requantized(args[0], self.multiplier, self.axis, narrow=narrow, **settings),)
-        settings |= {"rounding": self.rounding, "arithmetic": self.arithmetic}
-        acc = args[0].to(torch.int32)
-        q = requantize(acc, self.multiplier, axis=self.axis, narrow_range=form.narrow, **settings)
+        q = requantized(
+            args[0], self.multiplier, self.axis, bits=form.bits, narrow=form.narrow,
+            relu=self.relu, rounding=self.rounding, arithmetic=self.arithmetic, name=self.path,
+        )  # fmt: skip
         return (q,)
 
 
@@ -220,6 +215,7 @@ class Add(Stored, Rounds):
             rounding: dict[str, Any] = {"rounding": self.rounding, "arithmetic": self.arithmetic}
             q = rounded_sum(args, factors, self.axis, name=self.path, **rounding)
             return (q.clamp_(low, high).to(self.form.dtype),)
+        # Equal scales: the sum is exact, and one product is rounded.
         if all(s.dim() == 0 and float(s) == float(scales[0]) for s in scales):
             ones = [torch.ones((), dtype=torch.float64)] * len(args)
             return (add(list(args), ones, float(scales[0] / scale), self.axis, low, high),)

@@ -230,6 +230,7 @@ class _Lowering:
     def _layer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         layer = operation.layer
         assert layer is not None
+        # A kernel stores one form; several are made of the accumulators, with one rounding each.
         alone = len(required_types) == 1 and _fusable(required_types[0].form)
         stored = required_types[0] if alone else RequiredType(ACCUMULATORS)
         made, form = self._new(operation.output, stored), stored.form
@@ -294,6 +295,7 @@ class _Lowering:
             self._from_float(operation, self._moved(operation, RequiredType(FLOAT)), required_types)
             return
         for required in required_types:
+            # Interpolated before it is clamped: the mean of clamped values is another value.
             through = RequiredType(required.form) if operation.linear else required
             if (operation.output, through) not in self.have:
                 self._moved(operation, through)

@@ -140,6 +140,7 @@ class _Walk:
     def run(self) -> RequiredTypes:
         self._read(self.all.result, RequiredType(FLOAT))
         self.hosts.update(o.output for o in self.all.operations if o.what == "require")
+        # Readers first: an operation is visited when all demands of its result are known.
         for operation in reversed(self.all.operations):
             self._visit(operation)
         of = {name: tuple(forms) for name, forms in self.required.items()}

@@ -24,13 +24,7 @@ from bevquant_int8sim.model._quantizers import (
     is_active,
     unsupported,
 )
-from bevquant_int8sim.model._weighted_steps import (
-    Conv,
-    ConvTranspose,
-    Linear,
-    SparseConv,
-    Weighted,
-)
+from bevquant_int8sim.model._weighted_steps import Conv, ConvTranspose, Linear, SparseConv, Weighted
 from bevquant_qnn import QuantSparseConvolution
 from bevquant_quantizers import (
     AffineQuantizer,

@@ -16,13 +16,20 @@ from bevquant_sparse.runtime import workspace
 
 
 def quantized(
-    x: Tensor, scale: float, *, bits: int, narrow: bool, name: str = "quantize"
+    x: Tensor,
+    scale: float,
+    *,
+    bits: int,
+    narrow: bool,
+    rounding: str = "half_even",
+    name: str = "quantize",
 ) -> Tensor:
     """`quantize` with one scale."""
-    kernels = _kernels(x) if x.dtype == torch.float32 and bits <= 8 else None
+    fits = x.dtype == torch.float32 and bits <= 8 and rounding == "half_even"
+    kernels = _kernels(x) if fits else None
     flat = _flat(x) if kernels is not None else None
     if kernels is None or flat is None:
-        return quantize(x, scale, bits=bits, narrow_range=narrow, name=name)
+        return quantize(x, scale, bits=bits, narrow_range=narrow, rounding=rounding, name=name)
     out = torch.empty_strided(x.shape, x.stride(), dtype=torch.int8)
     low, high = integer_range(bits, narrow)
     target = _flat(out)
@@ -33,17 +40,27 @@ def quantized(
 
 
 def requantized(
-    acc: Tensor, multiplier: Tensor, axis: int, *, bits: int, narrow: bool, relu: bool, name: str
+    acc: Tensor,
+    multiplier: Tensor,
+    axis: int,
+    *,
+    bits: int,
+    narrow: bool,
+    relu: bool,
+    rounding: str = "half_even",
+    arithmetic: str = "float64",
+    name: str,
 ) -> Tensor:
     """`requantize` of accumulators, or of integers of another scale."""
-    low, high = integer_range(bits, narrow)
-    kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) and bits <= 8 else None
+    plain = bits <= 8 and (rounding, arithmetic) == ("half_even", "float64")
+    kernels = _kernels(acc) if acc.dtype in (torch.int32, torch.int8) and plain else None
     axis = _packed_axis(acc) if multiplier.dim() == 0 else axis
     if kernels is None:
         return requantize(
-            acc.to(torch.int32), multiplier, axis=axis, bits=bits, narrow_range=narrow, relu=relu,
-            name=name,
+            acc.to(torch.int32), multiplier, axis=axis, bits=bits, narrow_range=narrow,
+            relu=relu, rounding=rounding, arithmetic=arithmetic, name=name,
         )  # fmt: skip
+    low, high = integer_range(bits, narrow)
     out, shaped = _result(acc, axis, torch.int8)
     factors = _factors(multiplier, acc.shape[axis])
     kernels.requantize_rows(*_rows(acc, axis), factors, 0 if relu else low, high, out)
@@ -76,6 +93,7 @@ def add(
         low: Lower clamp.
         high: Upper clamp; its size says whether the result is int8 or int16.
     """
+    # The widest first, as the kernels read them; without kernels the sum has the same order.
     order = sorted(range(len(operands)), key=lambda i: -operands[i].element_size())
     first, *rest = (operands[i] for i in order)
     if not any(f.dim() for f in factors):
@@ -117,6 +135,7 @@ def _rows(x: Tensor, axis: int) -> tuple[Any, int]:
     """``(flat memory, stride of a row)`` with the channels of `axis` side by side."""
     moved = x.movedim(axis, -1)
     channels = moved.shape[-1]
+    # The stride of a single channel has no meaning.
     if moved.stride(-1) != 1 and channels > 1:
         moved = moved.contiguous()
     try:
@@ -124,6 +143,7 @@ def _rows(x: Tensor, axis: int) -> tuple[Any, int]:
     except RuntimeError:
         rows = moved.contiguous().view(-1, channels)
     stride = rows.stride(0) if len(rows) > 1 else channels
+    # Rows may be wider in memory than here: nothing is read past the last one's channels.
     length = (len(rows) - 1) * stride + channels
     return rows.as_strided((length,), (1,)).numpy(), stride
 

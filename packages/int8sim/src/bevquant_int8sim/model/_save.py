@@ -266,20 +266,14 @@ def _program(
             pass
         case _:
             raise ValueError("signature: expected positional and named inputs")
+    asked, handed = from_json(data.members.asked), from_json(data.members.handed)
+    sizes = ((name, *size) for name, found in data.fixed.items() for size in found)
+    fixed = [Guard(f"s0 == {size}", ((name, axis),)) for name, axis, size in sizes]
     program = Program(
         signature=signature,
         sparse_inputs=data.sparse_inputs,
-        members=ReadMembers(
-            dict(from_json(data.members.asked)), tuple(from_json(data.members.handed))
-        ),
-        guards=(
-            *map(Guard.from_json, data.guards),
-            *(
-                Guard(f"s0 == {n}", ((name, axis),))
-                for name, s in data.fixed.items()
-                for axis, n in s
-            ),
-        ),
+        members=ReadMembers(dict(asked), tuple(handed)),
+        guards=(*map(Guard.from_json, data.guards), *fixed),
         steps=steps,
         values=values,
         result=from_json(data.result),

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from bevquant_graph import arguments, flatten, own_inputs
 from bevquant_int8sim._scales import sums_of_sizes
-from bevquant_int8sim.model._float8 import (
-    Float8Layer,
-    blocks_round,
-    float8_round,
-    float8_steps,
-)
+from bevquant_int8sim.model._float8 import Float8Layer, blocks_round, float8_round, float8_steps
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
