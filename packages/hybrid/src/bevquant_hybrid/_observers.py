@@ -305,6 +305,26 @@ class AveragingObserver(RangeObserver):
         return old + self.averaging_constant * (new - old)
 
 
+def axis_before_type(ch_axis: int, qscheme: torch.qscheme) -> Any:
+    """A constructor of an `AveragingObserver` with these defaults, the axis as second argument."""
+
+    def __init__(
+        self: AveragingObserver,
+        averaging_constant: float = 0.01,
+        ch_axis: int = ch_axis,
+        dtype: str = qint8,
+        qscheme: torch.qscheme = qscheme,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        is_sync_quantize: bool = False,
+        factory_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        given = dtype, qscheme, quant_min, quant_max, is_sync_quantize, factory_kwargs
+        AveragingObserver.__init__(self, averaging_constant, *given, ch_axis)
+
+    return __init__
+
+
 class MovingAverageMinMaxObserver(AveragingObserver):
     """Extremes of each tensor, averaged.
 
@@ -327,19 +347,7 @@ class MovingAveragePerChannelMinMaxObserver(AveragingObserver):
         tensor([1., 4.])
     """
 
-    def __init__(
-        self,
-        averaging_constant: float = 0.01,
-        ch_axis: int = 0,
-        dtype: str = qint8,
-        qscheme: torch.qscheme = torch.per_channel_symmetric,
-        quant_min: int | None = None,
-        quant_max: int | None = None,
-        is_sync_quantize: bool = False,
-        factory_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        given = dtype, qscheme, quant_min, quant_max, is_sync_quantize, factory_kwargs
-        super().__init__(averaging_constant, *given, ch_axis)
+    __init__ = axis_before_type(0, torch.per_channel_symmetric)
 
 
 class CalibObserver(RangeObserver):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn.intrinsic import anchor_of
 from bevquant_hybrid.operators import OperatorCall, find_violations, trace_calls
 from bevquant_hybrid.partition import Plan, PlanNode, partition, place_operator
 from bevquant_hybrid.utils.fx_helper import called_path, scope_of
@@ -68,8 +68,7 @@ def node_labels(graph: fx.GraphModule, prefix: str = "") -> dict[str, NodeLabel]
 
 def _layer(target: str, module: Any) -> str:
     """The layer's path; for a function's module, its place in the forward."""
-    layer = module.part("conv") if isinstance(module, Fused) else module
-    anchor = getattr(layer, "anchor_path", None)
+    anchor = getattr(anchor_of(module), "anchor_path", None)
     if isinstance(anchor, str):
         return anchor
     scope = getattr(module, "generated_in", None)

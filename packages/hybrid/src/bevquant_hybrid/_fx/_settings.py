@@ -9,21 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn.intrinsic import Fused, anchor_of
 
 _UNSET: Any = object()
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class that settings by class go by: of a fused module, its layer's."""
-    anchor = module.part("conv") if isinstance(module, Fused) else None
-    return type(anchor if anchor is not None else module)
+    return type(anchor_of(module))
 
 
 def anchor_path_of(module: nn.Module, path: str) -> str:
     """The name that settings by name go by: of a fused module, where its layer was."""
-    anchor = module.part("conv") if isinstance(module, Fused) else None
-    return str(getattr(anchor, "anchor_path", path)) if anchor is not None else path
+    return getattr(anchor_of(module), "anchor_path", path) if isinstance(module, Fused) else path
 
 
 class Settings:

@@ -111,22 +111,10 @@ def _ungrouped_channels(call: OperatorCall) -> int:
     return _numbers(call, "in_channels")[0] % groups + _numbers(call, "out_channels")[0] % groups
 
 
-def _data_shapes(call: OperatorCall) -> list[tuple[int, ...]]:
-    return [s for s in call.input_shapes if s]
-
-
-def _broadcast_inputs(call: OperatorCall) -> int:
-    return sum(shape != call.output_shape for shape in _data_shapes(call))
-
-
 def _batch_broadcasts(call: OperatorCall) -> bool:
     rank = len(call.output_shape)
-    batches = {s[0] if len(s) == rank else 1 for s in _data_shapes(call)} if rank else set()
-    return len(batches) > 1
-
-
-def _constant_operands(call: OperatorCall) -> int:
-    return call.input_dtypes.count("constant") + _scalar_operands(call)
+    batches = {s[0] if len(s) == rank else 1 for s in call.input_shapes if s}
+    return rank > 0 and len(batches) > 1
 
 
 def _scalar_operands(call: OperatorCall) -> int:
@@ -172,10 +160,12 @@ QUANTITIES: dict[str, Callable[[OperatorCall], Value]] = {
     "distinct_strides": lambda call: len(set(_numbers(call, "stride"))),
     "accumulator_bound": _accumulator_bound,
     "ungrouped_channels": _ungrouped_channels,
-    "broadcast_inputs": _broadcast_inputs,
+    "broadcast_inputs": lambda call: sum(
+        bool(shape) and shape != call.output_shape for shape in call.input_shapes
+    ),
     "batch_broadcasts": _batch_broadcasts,
     "scalar_operands": _scalar_operands,
-    "constant_operands": _constant_operands,
+    "constant_operands": lambda call: call.input_dtypes.count("constant") + _scalar_operands(call),
     "reduced_axes": lambda call: call.attributes["reduced_axes"],
     "repeated_shuffle_indices": _repeated_shuffle_indices,
     "correlation_room": _correlation_room,

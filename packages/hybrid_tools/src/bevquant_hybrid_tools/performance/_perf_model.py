@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from torch import nn
 
 from bevquant_hybrid.compilation import (
@@ -22,6 +20,7 @@ from bevquant_hybrid.compilation import (
 )
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.quantization import compile_model
+from bevquant_hybrid_tools._template import render
 from bevquant_quantizers.documents import text_table, write_whole
 
 from ._estimate import LayerEstimate, estimate_layers, estimate_performance
@@ -73,11 +72,9 @@ def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> 
         "BPU cores": summary["BPU core number"],
     }
     note, figures = summary["estimate"].partition(": ")[2], summary["figures"]
-    text = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
-    page = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return page.from_string(text).render(
+    return render(
+        __package__,
+        "page.html",
         title=f"{summary['model name']} on {summary['BPU march']}",
         inputs=", ".join(f"{name} {size}" for name, size in summary["input features"][1:]),
         note=note[:1].upper() + note[1:],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import layer_class, map_leaves
 from bevquant_hybrid.dtype import qinfo
-from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn.intrinsic import anchor_of
 from bevquant_hybrid.nn.qat import SegmentLUT
 from bevquant_hybrid.nn.quantized import FixedPoint
 from bevquant_hybrid.operators import tensors_in
@@ -301,10 +301,7 @@ def compare_weights(
 
 def _weight(module: nn.Module | None) -> Tensor | None:
     """The float weight of a layer in any form."""
-    if isinstance(module, Fused):
-        module = module.part("conv")
-    elif isinstance(module, SegmentLUT):
-        module = module.function
+    module = module.function if isinstance(module, SegmentLUT) else anchor_of(module)
     weight: Any = getattr(module, "weight", None)
     if module is None or not isinstance(weight, Tensor):
         return None

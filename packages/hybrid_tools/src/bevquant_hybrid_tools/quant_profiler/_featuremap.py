@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import layer_class
-from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, anchor_of
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.undisturbed import undisturbed
 from bevquant_hybrid_tools.quant_profiler._calls import (
@@ -171,7 +171,7 @@ def _match_calls(
     for one in ones:
         if one.module is None:
             continue
-        names = (one.path, _anchor_of(one.module))
+        names = (one.path, getattr(anchor_of(one.module), "anchor_path", ""))
         found = (places[n, one.repeat] for n in names if (n, one.repeat) in places)
         place = next(found, None)
         if place is None:
@@ -186,12 +186,6 @@ def _match_calls(
         given = _given(others, members)
         matches.append(Match(one, others[place], others[members[-1]], given))
     return matches, alone
-
-
-def _anchor_of(module: nn.Module) -> str:
-    """Where the layer of a fused module was, as far as that is known."""
-    anchor = module.part("conv") if isinstance(module, Fused) else module
-    return str(getattr(anchor, "anchor_path", ""))
 
 
 class _Group:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from bevquant_graph import file_path
+from bevquant_hybrid_tools._template import render
 from bevquant_quantizers.documents import write_whole
 
 Cell = str | int
@@ -115,33 +117,32 @@ def curves_picture(names: Sequence[str], curves: Mapping[str, Sequence[float | N
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     width = max(640, _STEP * len(names) + 20)
     step = (width - 20) / max(1, len(names))
-
-    def x(index: int) -> float:
-        return _LEFT + (index + 0.5) * step
+    xs = [_LEFT + (i + 0.5) * step for i in range(len(names))]
 
     def y(value: float) -> float:
         return _TOP + (high - value) / (high - low) * _HEIGHT
 
-    parts = [_axis(ticks, y, width)]
-    for i, name in enumerate(names):
-        label = html.escape(name)
-        parts.append(
-            f'<text transform="translate({x(i) + 4:.1f},{_TOP + _HEIGHT + 10}) rotate(-90)" '
-            f'text-anchor="end">{label}</text>'
-        )
+    drawn = []
     for colour, (series, values) in zip(_COLOURS * len(curves), curves.items(), strict=False):
-        parts.append(_curve(colour, series, names, values, x, y))
-    legend = " ".join(
-        f'<span style="color:{colour}">■ {html.escape(series)}</span>'
-        for colour, series in zip(_COLOURS * len(curves), curves, strict=False)
+        points = [
+            (x, y(value), f"{name}: {series} {value:.7g}")
+            if value is not None and math.isfinite(value)
+            else None
+            for x, name, value in zip(xs, names, values, strict=False)
+        ]
+        runs = [list(run) for known, run in groupby(points, lambda p: p is not None) if known]
+        drawn.append({"colour": colour, "series": series, "runs": runs})
+    return render(
+        __package__,
+        "curves.html",
+        curves=drawn,
+        ticks=[(y(value), label) for value, label in zip(ticks, _labels(ticks), strict=True)],
+        names=list(zip(xs, names, strict=True)),
+        left=_LEFT,
+        width=width,
+        foot=_TOP + _HEIGHT + 10,
+        height=_TOP + _HEIGHT + 7 * max((len(name) for name in names), default=0) + 30,
     )
-    space = 7 * max((len(name) for name in names), default=0) + 30
-    picture = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + width}" '
-        f'height="{_TOP + _HEIGHT + space}" font-family="sans-serif" font-size="11">'
-        f"{''.join(parts)}</svg>"
-    )
-    return f'<p>{legend}</p>\n<div style="overflow-x: auto">{picture}</div>\n'
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -156,43 +157,9 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def _axis(ticks: Sequence[float], y: Callable[[float], float], width: float) -> str:
+def _labels(ticks: Sequence[float]) -> list[str]:
     decimals = max(0, -math.floor(math.log10((ticks[1] - ticks[0]) * 1.001)))
-    lines = []
-    for value in ticks:
-        at = y(value)
-        label = f"{value:.3g}" if abs(value) >= 1e6 else f"{value:.{decimals}f}"
-        lines.append(
-            f'<line x1="{_LEFT}" x2="{_LEFT + width}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
-        )
-    return "".join(lines)
-
-
-def _curve(
-    colour: str,
-    series: str,
-    names: Sequence[str],
-    values: Sequence[float | None],
-    x: Callable[[int], float],
-    y: Callable[[float], float],
-) -> str:
-    runs: list[list[str]] = [[]]
-    points = []
-    for i, value in enumerate(values):
-        if value is None or not math.isfinite(value):
-            runs.append([])
-            continue
-        runs[-1].append(f"{x(i):.1f},{y(value):.1f}")
-        bar_label = html.escape(f"{names[i]}: {series} {value:.7g}")
-        points.append(
-            f'<circle cx="{x(i):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}">'
-            f"<title>{bar_label}</title></circle>"
-        )
-    lines = [
-        f'<polyline points="{" ".join(run)}" fill="none" stroke="{colour}"/>' for run in runs if run
-    ]
-    return "".join([*lines, *points])
+    return [f"{v:.3g}" if abs(v) >= 1e6 else f"{v:.{decimals}f}" for v in ticks]
 
 
 def write_histograms(

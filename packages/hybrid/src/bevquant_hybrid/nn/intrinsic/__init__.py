@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ACTIVATIONS", "ANCHORS", "Fused", "fused_class", "fused_name"]
+__all__ = ["ACTIVATIONS", "ANCHORS", "Fused", "anchor_of", "fused_class", "fused_name"]
 
 ANCHORS: dict[type[nn.Module], tuple[str, str]] = {
     nn.Conv2d: ("Conv", "2d"),
@@ -72,6 +72,11 @@ class Fused(nn.Module):
     def add_relu(self, x: Tensor, other: Tensor) -> Tensor:
         """Compute with an addition, then clamp at 0."""
         return F.relu(self.add(x, other))
+
+
+def anchor_of(module: Any) -> Any:
+    """The layer of a fused module; any other module itself."""
+    return module.part("conv") if isinstance(module, Fused) else module
 
 
 def fused_name(anchor: type[nn.Module], bn: bool, adds: bool, activation: type | None) -> str:

@@ -13,7 +13,7 @@ from bevquant_graph import layer_class
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid.nn import _functions
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
-from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, fused_name
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, anchor_of, fused_name
 from bevquant_hybrid.nn.qat import (
     _base,
     _weighted,
@@ -29,7 +29,7 @@ from bevquant_hybrid.nn.qat import (
 from bevquant_hybrid.nn.qat._attention import LSTMCell, MultiheadAttention
 from bevquant_hybrid.nn.qat._base import OutputQuantized, errors_that_name, name_place, take_over
 from bevquant_hybrid.nn.qat._composed import GroupNorm, Normalize, Softmax
-from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
+from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (

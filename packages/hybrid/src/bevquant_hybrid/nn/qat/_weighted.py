@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, fused_class, fused_name
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, anchor_of, fused_class, fused_name
 from bevquant_hybrid.nn.qat._base import (
     activation_of,
     derived,
@@ -151,14 +151,6 @@ class Weighted(nn.Module):
         """Compute with an addition: the call that it replaces was ``.add(x, other)``."""
         result: Tensor = self(x, other)
         return result
-
-
-def anchor_of(source: nn.Module) -> nn.Module:
-    """The convolution or linear layer of a `Fused` module, or the layer itself."""
-    anchor = source.part("conv") if isinstance(source, Fused) else source
-    if anchor is None:
-        raise TypeError(f"{type(source).__name__} holds no convolution or linear layer")
-    return anchor
 
 
 class WithBatchNorm(Weighted):
