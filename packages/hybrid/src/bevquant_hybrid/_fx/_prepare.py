@@ -12,9 +12,8 @@ from torch.fx import Node
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
 from bevquant_hybrid._leaf import MethodCall
-from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, get_march, require_march
-from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+from bevquant_hybrid.nn.qat import QatForms, float_form, has_qat_form
 from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures, first_prepared
 
 from ._float_operators import (
@@ -185,28 +184,18 @@ def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.
 
 def _swap(fused: GraphModuleWithAttr, placement: Placement, settings: Settings) -> None:
     """Put QAT modules where the BPU computes, and where stubs stand."""
-    done: dict[int, nn.Module] = {}
-    swapped = (Kind.BPU, Kind.QUANT, Kind.DEQUANT)
+    forms = QatForms()
     for node, kind in placement.kinds.items():
         module = placement.module(node)
-        if kind not in swapped or module is None or not has_qat_form(module):
-            continue
-        path = placement.path(node)
-        qconfig = placement.qconfig(node)
-        if qconfig is None and kind is not Kind.DEQUANT:
-            continue
-        if id(module) not in done:
-            done[id(module)] = qat_form(module, qconfig, path)
-        replace_module(fused, path, done[id(module)])
+        if kind in (Kind.BPU, Kind.QUANT, Kind.DEQUANT) and module is not None:
+            path = placement.path(node)
+            replace_module(fused, path, forms.of(module, placement.qconfig(node), path))
     if not placement.hybrid:
-        _swap_in_methods(fused, placement, settings, done)
+        _swap_in_methods(fused, placement, settings, forms)
 
 
 def _swap_in_methods(
-    fused: GraphModuleWithAttr,
-    placement: Placement,
-    settings: Settings,
-    done: dict[int, nn.Module],
+    fused: GraphModuleWithAttr, placement: Placement, settings: Settings, forms: QatForms
 ) -> None:
     """Put QAT modules where wrapped methods may call them: no node says which they do call."""
     owners = [m.owner_path for m in fused.modules() if isinstance(m, MethodCall)]
@@ -214,13 +203,8 @@ def _swap_in_methods(
     called = {str(node.target) for node in placement.kinds if node.op in calls}
     for path, module in list(fused.named_modules()):
         below = any(not owner or path.startswith(f"{owner}.") for owner in owners)
-        if not path or not below or path in called or not has_qat_form(module):
-            continue
-        qconfig = settings.of(path)
-        if qconfig is not None or isinstance(module, DeQuantStub):
-            if id(module) not in done:
-                done[id(module)] = qat_form(module, qconfig, path)
-            replace_module(fused, path, done[id(module)])
+        if path and below and path not in called and has_qat_form(module):
+            replace_module(fused, path, forms.of(module, settings.of(path), path))
 
 
 def _warn_of_edges(placement: Placement) -> None:

@@ -311,6 +311,16 @@ def _number(value: Any) -> float:
         return float(value)
 
 
+def _of_two(name: str, doc: str) -> Any:
+    """A method that computes one of `FLOAT_OPERATIONS` of two tensors."""
+
+    def method(self: Arithmetic, x: Tensor, y: Tensor) -> Tensor:
+        return self.operate(name, [x, y])
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"Arithmetic.{name}", doc
+    return method
+
+
 class Arithmetic:
     """Methods of `FloatFunctional`; each object is one place in a model."""
 
@@ -327,29 +337,10 @@ class Arithmetic:
         kind = type(self).__name__
         raise TypeError(f"{kind}: call a method of it (add, mul, cat, …), not itself")
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """X + y."""
-        return self.operate("add", [x, y])
-
-    def add_relu(self, x: Tensor, y: Tensor) -> Tensor:
-        """max(x + y, 0)."""
-        return self.operate("add_relu", [x, y])
-
-    def sub(self, x: Tensor, y: Tensor) -> Tensor:
-        """X − y."""
-        return self.operate("sub", [x, y])
-
-    def mul(self, x: Tensor, y: Tensor) -> Tensor:
-        """x·y, element by element."""
-        return self.operate("mul", [x, y])
-
-    def maximum(self, x: Tensor, y: Tensor) -> Tensor:
-        """Elementwise maximum."""
-        return self.operate("maximum", [x, y])
-
-    def minimum(self, x: Tensor, y: Tensor) -> Tensor:
-        """Elementwise minimum."""
-        return self.operate("minimum", [x, y])
+    add, add_relu = _of_two("add", "X + y."), _of_two("add_relu", "max(x + y, 0).")
+    sub, mul = _of_two("sub", "X − y."), _of_two("mul", "x·y, element by element.")
+    maximum = _of_two("maximum", "Elementwise maximum.")
+    minimum = _of_two("minimum", "Elementwise minimum.")
 
     def matmul(self, x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
         """Matrix product; `x_trans`, `y_trans` transpose the last two axes first."""

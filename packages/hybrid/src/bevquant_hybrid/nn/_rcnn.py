@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from bevquant_hybrid.nn._correlation import plain_sizes
 from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import as_float
 
+Found = tuple[Tensor, Tensor, Tensor]  # boxes, scores, classes
 _LARGEST = math.log(1000 / 16)  # largest growth of a side in Detectron and torchvision
 
 
@@ -88,6 +89,40 @@ def survivors(
         covered = _overlaps(boxes[i], boxes[behind]) > iou_threshold
         alive[behind] &= ~(above & covered & (classes[behind] == classes[i]))
     return order[alive]
+
+
+def taken(found: Any, which: Tensor) -> Found:
+    """The boxes, scores and classes at places."""
+    boxes, scores, classes = found
+    return boxes[which], scores[which], classes[which]
+
+
+def fitted(found: Found, sides: Any, least: Sequence[float] | None) -> Found:
+    """Boxes clipped to an image ``(height, width)``, without those below a height and width."""
+    boxes = found[0] if sides is None else clipped(found[0], sides)
+    found = boxes, *found[1:]
+    return found if least is None else taken(found, wide_and_high_enough(boxes, *least))
+
+
+def suppressed(
+    found: Any,
+    iou_threshold: float | None,
+    before: int | None,
+    after: int | None,
+    margin: float = 0.0,
+) -> Found:
+    """The best boxes that `survivors` keeps, of the best ones before; best first."""
+    found = taken(found, best(found[1], before))
+    if iou_threshold is not None:
+        found = taken(found, survivors(found[0], found[1], found[2], iou_threshold, margin))
+    return taken(found, best(found[1], after))
+
+
+def refuse_below_one(name: str, counts: Mapping[str, int | None], also: str = "") -> None:
+    """Refuse a count below 1."""
+    for what, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name}: {what}={count}: expected 1 or more{also}")
 
 
 class AnchorGenerator(nn.Module):
@@ -270,9 +305,8 @@ class RcnnPostProcess(nn.Module):
     ) -> None:
         super().__init__()
         keep_settings(self, locals())
-        for what, count in (("num_classes", num_classes), ("post_nms_top_k", post_nms_top_k)):
-            if count < 1:
-                raise ValueError(f"RcnnPostProcess: {what}={count}: expected 1 or more")
+        counts = {"num_classes": num_classes, "post_nms_top_k": post_nms_top_k}
+        refuse_below_one("RcnnPostProcess", counts)
         for what, four in (("delta_mean", delta_mean), ("delta_std", delta_std)):
             if len(four) != 4:
                 raise ValueError(
@@ -341,7 +375,7 @@ def detect_regions(
             f"belong together: expected [n, 4] for each image, [Σn, {num_classes + 1}, 1, 1] and "
             f"[Σn, {4 * (num_classes + 1)}, 1, 1]"
         )
-    best, classes = scores.reshape(count, -1).max(1)
+    highest, classes = scores.reshape(count, -1).max(1)
     each = deltas.reshape(count, num_classes + 1, 4)
     moves = each[torch.arange(count, device=each.device), classes].float()
     moves = moves * moves.new_tensor(delta_std) + moves.new_tensor(delta_mean)
@@ -350,14 +384,13 @@ def detect_regions(
     for image, regions in enumerate(boxes):
         own = slice(start, start + len(regions))
         start += len(regions)
-        kept = (classes[own] > 0) & (best[own] >= box_filter_threshold)
-        moved = decoded(regions.float()[kept], moves[own][kept])
+        kept = (classes[own] > 0) & (highest[own] >= box_filter_threshold)
         size: Any = image_size if image_sizes is None else image_sizes[image]
-        moved = clipped(moved, size)
-        score, kind = best[own][kept].float(), classes[own][kept] - 1
+        moved = clipped(decoded(regions.float()[kept], moves[own][kept]), size)
+        found = moved, highest[own][kept].float(), classes[own][kept] - 1
         # −1: among equal scores the first one suppresses the others.
-        first = survivors(moved, score, kind, nms_threshold, -1.0)[:post_nms_top_k]
-        rows = torch.cat([moved, score[:, None], kind[:, None].float()], 1)[first]
+        corners, score, kind = suppressed(found, nms_threshold, None, post_nms_top_k, -1.0)
+        rows = torch.cat([corners, score[:, None], kind[:, None].float()], 1)
         missing = rows.new_full((post_nms_top_k - len(rows), 6), -1.0)
         results.append(torch.cat([rows, missing]))
     return torch.stack(results)

@@ -12,11 +12,9 @@ from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
 from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import as_float
 
-from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
+from ._rcnn import Found, best, decoded, fitted, of_each_anchor, refuse_below_one, suppressed, taken
 
 __all__ = ["DetectionPostProcess", "detect"]
-
-_Found = tuple[Tensor, Tensor, Tensor]  # boxes, scores, classes
 
 
 @operator
@@ -45,7 +43,7 @@ def detect(
         for i, given in enumerate(zip(boxes, scores, regressions, strict=True))
     ]
     images = max(len(level[1]) for level in levels)
-    results: list[_Found] = []
+    results: list[Found] = []
     for image in range(images):
         sides: Any = image_size if image_shapes is None else image_shapes[image]
         joined = []
@@ -60,20 +58,21 @@ def detect(
                 background_class_idx,
                 yolo,
             )
-            found = _fitted(found, sides, size_threshold)
-            found = _taken(found, best(found[1], post_decode_top_n))
+            least = None if size_threshold is None else (size_threshold,) * 2
+            found = fitted(found, sides, least)
+            found = taken(found, best(found[1], post_decode_top_n))
             if nms_on_each_level:
-                found = _suppressed(found, iou_threshold, pre_nms_top_n, post_nms_top_n)
+                found = suppressed(found, iou_threshold, pre_nms_top_n, post_nms_top_n)
             joined.append(found)
         every = tuple(torch.cat(parts) for parts in zip(*joined, strict=True))
         if nms_on_each_level:
-            results.append(_taken(every, best(every[1], post_nms_top_n)))
+            results.append(taken(every, best(every[1], post_nms_top_n)))
         else:
-            results.append(_suppressed(every, iou_threshold, pre_nms_top_n, post_nms_top_n))
+            results.append(suppressed(every, iou_threshold, pre_nms_top_n, post_nms_top_n))
     return [part for parts in zip(*results, strict=True) for part in parts]
 
 
-def _level(number: int, boxes: Tensor, scores: Tensor, regressions: Tensor, yolo: bool) -> _Found:
+def _level(number: int, boxes: Tensor, scores: Tensor, regressions: Tensor, yolo: bool) -> Found:
     """Anchors ``[N, M, 4]``, scores ``[N, M, S]`` and regressions ``[N, M, 1 or classes, 4]``."""
     shapes = tuple(boxes.shape), tuple(scores.shape), tuple(regressions.shape)
     flat = [boxes, scores, regressions]
@@ -108,7 +107,7 @@ def _candidates(
     scale: Sequence[float] | None,
     background: int | None,
     yolo: bool,
-) -> _Found:
+) -> Found:
     """Boxes of all classes above the score threshold, from anchors ``[M, 4]``."""
     if scale is not None:
         deltas = deltas * deltas.new_tensor(scale)
@@ -122,30 +121,6 @@ def _candidates(
     box, kind = wanted.nonzero(as_tuple=True)
     boxes = boxes.expand(-1, scores.shape[1], -1)
     return boxes[box, kind], scores[box, kind], kind
-
-
-def _fitted(found: _Found, sides: Any, size_threshold: float | None) -> _Found:
-    boxes, scores, classes = found
-    if sides is not None:
-        boxes = clipped(boxes, sides)
-    if size_threshold is None:
-        return boxes, scores, classes
-    large = wide_and_high_enough(boxes, size_threshold, size_threshold)
-    return boxes[large], scores[large], classes[large]
-
-
-def _taken(found: Any, which: Tensor) -> _Found:
-    boxes, scores, classes = found
-    return boxes[which], scores[which], classes[which]
-
-
-def _suppressed(
-    found: Any, iou_threshold: float | None, before: int | None, after: int | None
-) -> _Found:
-    found = _taken(found, best(found[1], before))
-    if iou_threshold is not None:
-        found = _taken(found, survivors(found[0], found[1], found[2], iou_threshold, 0.0))
-    return _taken(found, best(found[1], after))
 
 
 class DetectionPostProcess(nn.Module):
@@ -223,11 +198,8 @@ class DetectionPostProcess(nn.Module):
         keep_settings(self, locals())
         if mode not in ("normal", "yolo"):
             raise ValueError(f"DetectionPostProcess: mode={mode!r}: expected 'normal' or 'yolo'")
-        for name, count in vars(self).items():
-            if name.endswith("_top_n") and count is not None and count < 1:
-                raise ValueError(
-                    f"DetectionPostProcess: {name}={count}: expected 1 or more, or None for all"
-                )
+        counts = {name: count for name, count in vars(self).items() if name.endswith("_top_n")}
+        refuse_below_one("DetectionPostProcess", counts, ", or None for all")
 
     def forward(
         self,

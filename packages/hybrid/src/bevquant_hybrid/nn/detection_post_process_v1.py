@@ -13,7 +13,7 @@ from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
 from bevquant_hybrid.nn._functions import showing
 from bevquant_hybrid.qtensor import QTensor, as_float
 
-from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
+from ._rcnn import decoded, fitted, of_each_anchor, refuse_below_one, suppressed, taken
 
 __all__ = ["DetectionPostProcessV1", "detect_v1"]
 
@@ -53,16 +53,12 @@ def detect_v1(
             row = image if len(around) > 1 else 0
             boxes = decoded(of_each_anchor(around[row : row + 1], count)[0], rows[:, :4])
             scores, classes = rows[:, 4:].max(1)
-            if clips:
-                size: Any = image_size if image_sizes is None else image_sizes[image]
-                boxes = clipped(boxes, size)
-            kept = (scores >= box_filter_threshold) & wide_and_high_enough(boxes, *bbox_min_hw)
-            parts.append((boxes[kept], scores[kept], classes[kept] + offset))
-        found = [torch.cat(of) for of in zip(*parts, strict=True)]
-        first = best(found[1], pre_nms_top_k)
-        found = [of[first] for of in found]
-        kept = survivors(found[0], found[1], found[2], nms_threshold, nms_margin)[:post_nms_top_k]
-        results += [_filled(of[kept], post_nms_top_k, nms_padding_mode) for of in found]
+            found = taken((boxes, scores, classes + offset), scores >= box_filter_threshold)
+            sides: Any = image_size if image_sizes is None else image_sizes[image]
+            parts.append(fitted(found, sides if clips else None, bbox_min_hw))
+        every = tuple(torch.cat(of) for of in zip(*parts, strict=True))
+        found = suppressed(every, nms_threshold, pre_nms_top_k, post_nms_top_k, nms_margin)
+        results += [_filled(of, post_nms_top_k, nms_padding_mode) for of in found]
     return results
 
 
@@ -167,12 +163,8 @@ class DetectionPostProcessV1(nn.Module):
                 f"{name}: nms_padding_mode={nms_padding_mode!r}: expected None, 'pad_zero' or "
                 "'rollover'"
             )
-        for what, count in (
-            *(("num_classes", num_classes), ("pre_nms_top_k", pre_nms_top_k)),
-            ("post_nms_top_k", post_nms_top_k),
-        ):
-            if count < 1:
-                raise ValueError(f"{name}: {what}={count}: expected 1 or more")
+        counts = {"pre_nms_top_k": pre_nms_top_k, "post_nms_top_k": post_nms_top_k}
+        refuse_below_one(name, {"num_classes": num_classes, **counts})
         clippings = (
             list(use_clippings)
             if isinstance(use_clippings, Sequence)

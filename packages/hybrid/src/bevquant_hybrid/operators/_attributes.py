@@ -178,9 +178,9 @@ def output_dtype(
     output: Any,
 ) -> str:
     """What the output says itself, else what its operator or module fixes, else its input's."""
-    told = getattr(output, "dtype", None)
-    if isinstance(told, str) and told in DTYPES:  # a quantized tensor knows its own
-        return str(told)
+    own = getattr(output, "dtype", None)
+    if isinstance(own, str) and own in DTYPES:  # a quantized tensor knows its own
+        return str(own)
     if operator.endswith(".QuantStub"):
         return _observed(module) or "qint8"
     supports = row.support.values() if row else ()

@@ -127,17 +127,17 @@ def _read_script(
     """List the operator calls of a traced model, run on ``inputs``."""
     reader = _Reader(model, table)
     for value in tensors_in(inputs):
-        reader.book.know(value, input_dtype, "")
+        reader.calls.know(value, input_dtype, "")
     with torch.no_grad():
         outputs = reader.runner.run(*inputs)
-    return reader.book.finish(outputs)
+    return reader.calls.finish(outputs)
 
 
 class _Reader:
-    """Listens to a run and keeps the book."""
+    """Records the operators of a traced model, which runs node by node."""
 
     def __init__(self, model: torch.jit.ScriptModule, table: SupportTable) -> None:
-        self.book = Recorder(nn.Module(), table, lambda path, module: self._dtype)
+        self.calls = Recorder(nn.Module(), table, lambda path, module: self._dtype)
         self.runner = ScriptRunner(model, self.step, self.enter)
         self._model = model
         self._table = table
@@ -148,7 +148,7 @@ class _Reader:
         self._real: dict[int, tuple[Any, set[str]]] = {}  # float64: source value, operations
         self._transposed: dict[int, Any] = {}  # the value whose transpose it is
         self._from_zero: set[int] = set()  # clamped at zero from below
-        self._askers: dict[int, str] = {}  # which module asked for a value of another scale
+        self._requesters: dict[int, str] = {}  # the module that made a rescaled value
 
     def enter(
         self, path: str, module: nn.Module, given: Sequence[Any], run: Callable[[], Any]
@@ -167,7 +167,7 @@ class _Reader:
             result = run()
         finally:
             self._inside = None
-        inputs = [v for v in tensors_in(given) if id(v) in self.book.dtypes]
+        inputs = [v for v in tensors_in(given) if id(v) in self.calls.dtypes]
         if self._adds and len(inputs) == 1:
             inputs *= 2  # a value that is added to its own convolution is passed once
         if row.endswith(".MultiheadAttention"):
@@ -181,7 +181,7 @@ class _Reader:
             learn(self._inside, step.arguments, weights=False)
             self._adds |= step.name == "accumulate"
             return
-        data = [v for v in tensors_in(step.values) if id(v) in self.book.dtypes]
+        data = [v for v in tensors_in(step.values) if id(v) in self.calls.dtypes]
         if not data or not isinstance(step.result, Tensor | tuple | list):
             return
         if step.name in ("accumulate", "requantize") and self._continues(step, data):
@@ -199,31 +199,31 @@ class _Reader:
     def _follow(self, step: Step, source: Any, inner: tuple[Any, set[str]] | None) -> None:
         """The result is the same value, or a step on the way to one."""
         for value in tensors_in(step.result):
-            self.book.know(value, self.book.dtypes[id(source)], self.book.makers[id(source)])
+            self.calls.know(value, self.calls.dtypes[id(source)], self.calls.makers[id(source)])
             if value.dtype == torch.float64:
                 first, made = inner or (source, set())
                 self._real[id(value)] = (first, made | {step.name})
-            asker = str(step.arguments["name"]) if step.name == "requantize" else ""
-            self._askers[id(value)] = asker or self._askers.get(id(source), "")
+            requester = str(step.arguments["name"]) if step.name == "requantize" else ""
+            self._requesters[id(value)] = requester or self._requesters.get(id(source), "")
 
     def _continues(self, step: Step, data: list[Any]) -> bool:
         """Whether the step completes the call that made its first input; then it is noted there."""
-        maker = self.book.makers[id(data[0])]
-        draft = self.book.drafts.get(maker)
+        maker = self.calls.makers[id(data[0])]
+        draft = self.calls.drafts.get(maker)
         if draft is None or draft["output_dtype"] != "qint32":
             return False
         if step.name == "accumulate":
             draft["attributes"]["sumin"] = True
             draft["input_shapes"] += (shape_of(data[1]),)
-            draft["input_dtypes"] += (self.book.dtypes[id(data[1])],)
-            draft["inputs"] += (self.book.makers[id(data[1])],)
+            draft["input_dtypes"] += (self.calls.dtypes[id(data[1])],)
+            draft["inputs"] += (self.calls.makers[id(data[1])],)
         else:
             draft["output_dtype"] = _STORED[step.result.dtype]
             if draft["operator"] == "torch.sum":
-                maker = self.book.rename(maker, str(step.arguments["name"]))
+                maker = self.calls.rename(maker, str(step.arguments["name"]))
                 if self._divides(draft, step.arguments):
                     draft["operator"] = "torch.mean"
-        self.book.know(step.result, draft["output_dtype"], maker)
+        self.calls.know(step.result, draft["output_dtype"], maker)
         return True
 
     def _divides(self, draft: dict[str, Any], arguments: dict[str, Any]) -> bool:
@@ -240,7 +240,7 @@ class _Reader:
             scale = getattr(find_module(self._model, path), "scale", None)
             if isinstance(scale, Tensor) and scale.numel() == 1:
                 return float(scale)
-            draft = self.book.drafts.get(path)
+            draft = self.calls.drafts.get(path)
             path = draft["inputs"][0] if draft and draft["inputs"] else ""
         return None
 
@@ -283,12 +283,12 @@ class _Reader:
         source = self._transposed.get(id(value))
         if source is None:
             return value
-        self.book.forget(self.book.makers[id(value)])
+        self.calls.forget(self.calls.makers[id(value)])
         return source
 
     def _bound(self, step: Step, value: Any) -> None:
         """A bound above or below: a rectifier or clamp, or the begin or end of another call."""
-        draft = self.book.drafts.get(self.book.makers[id(value)]) or {}
+        draft = self.calls.drafts.get(self.calls.makers[id(value)]) or {}
         maker = draft.get("operator", "")
         name = "clamp"
         if step.name.startswith("clamp") and step.arguments.get("max") is None:
@@ -300,8 +300,8 @@ class _Reader:
         elif step.name == "minimum" and maker == "torch.clamp":
             self._follow(step, value, None)
             if id(value) in self._from_zero and self._is_six(value, step.values[1]):
-                path = self.book.rename(self.book.makers[id(value)], self._place("relu6"))
-                self.book.know(step.result, self.book.dtypes[id(value)], path)
+                path = self.calls.rename(self.calls.makers[id(value)], self._place("relu6"))
+                self.calls.know(step.result, self.calls.dtypes[id(value)], path)
                 draft["operator"] = "torch.nn.functional.relu6(fused)"
             return
         row = self._table.find(f"torch.{name}") or self._table.find(f"torch.nn.functional.{name}")
@@ -311,10 +311,10 @@ class _Reader:
 
     def _is_six(self, value: Any, bound: Tensor) -> bool:
         """Whether an upper bound is the integer nearest to 6, or the largest one below it."""
-        largest = {"qint8": 127, "qint16": 32767}.get(self.book.dtypes[id(value)], inf)
+        largest = {"qint8": 127, "qint16": 32767}.get(self.calls.dtypes[id(value)], inf)
         if float(bound.max()) >= largest:
             return True
-        scale = self._scale(self.book.makers[id(value)])
+        scale = self._scale(self.calls.makers[id(value)])
         return scale is not None and bool((bound.double() * scale - 6).abs().max() <= scale)
 
     def _function(self, step: Step, data: list[Any]) -> None:
@@ -332,7 +332,7 @@ class _Reader:
         shapes = [shape_of(v) for v in tensors]
         values = list(step.values)
         attributes = function_attributes(row, name, values, {}, shapes)
-        path = self._askers.get(id(data[-1])) or self._place(_FUNCTIONS.get(name, name))
+        path = self._requesters.get(id(data[-1])) or self._place(_FUNCTIONS.get(name, name))
         self._put(path, row, attributes, tensors, step.result)
         if name == "mT":
             self._transposed[id(step.result)] = data[0]
@@ -340,9 +340,9 @@ class _Reader:
     def _write(
         self, path: str, row: str, settings: Any, inputs: Sequence[Any], result: Any
     ) -> None:
-        known = [v for v in inputs if id(v) in self.book.dtypes]
+        known = [v for v in inputs if id(v) in self.calls.dtypes]
         attributes = module_attributes(row, settings, [shape_of(v) for v in known])
-        dtype = self.book.dtypes[id(known[0])] if known else ""
+        dtype = self.calls.dtypes[id(known[0])] if known else ""
         attributes |= weight_attributes(settings, settings, dtype)
         if row in ("torch.add", "torch.mul", "torch.sub"):
             attributes |= {"method": row.rpartition(".")[2], "scalars": 0}
@@ -365,6 +365,6 @@ class _Reader:
             outputs = [v for v in outputs if v.dtype in _STORED] or outputs
         self._dtype = _STORED.get(outputs[0].dtype) if outputs else None
         counts = parameter_counts(settings) if settings is not None else (0, 0)
-        self.book.record(
+        self.calls.record(
             path, row, attributes, inputs, outputs, None, weights=counts[0], biases=counts[1]
         )

@@ -21,9 +21,8 @@ from bevquant_hybrid._fx._scales import (
 )
 from bevquant_hybrid._fx._settings import Settings
 from bevquant_hybrid._fx._tracer import trace
-from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import JOINS_AT_ONE_SCALE, require_march
-from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+from bevquant_hybrid.nn.qat import QatForms, float_form
 from bevquant_hybrid.nn.qat._base import expect_pictures, first_prepared, take_over
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 from bevquant_hybrid.undisturbed import positional, undisturbed
@@ -63,7 +62,6 @@ def prepare_qat(
 
     Example:
         >>> import torch
-        >>> from bevquant_hybrid._quant_stub import DeQuantStub
         >>> from bevquant_hybrid.march import March, set_march
         >>> from bevquant_hybrid.quantization import QuantStub, get_default_qat_qconfig
         >>> set_march(March.BAYES)
@@ -122,24 +120,20 @@ def _prepare(
             UserWarning,
             stacklevel=3,
         )
-    done: dict[int, nn.Module] = {}  # a module under two names stays shared
+    forms = QatForms()
+    own: dict[nn.Module, nn.Module] = {}  # modules of the user's classes, to their QAT modules
 
     def form(path: str, module: nn.Module) -> nn.Module:
         qconfig = settings.of(path)
-        own = (mapping or {}).get(type(module))
-        if own is not None and qconfig is not None:
-            if id(module) not in done:
-                done[id(module)] = _made_of(own, module, qconfig)
-            return done[id(module)]
-        if not has_qat_form(module) or (qconfig is None and not isinstance(module, DeQuantStub)):
-            return module
-        if id(module) in done:
-            return done[id(module)]
-        prepared = done[id(module)] = qat_form(module, qconfig, path)
-        if hybrid:
-            part: Any
-            for part in prepared.modules():
-                part.lenient = True
+        kind = (mapping or {}).get(type(module))
+        if kind is not None and qconfig is not None:
+            if module not in own:
+                own[module] = _made_of(kind, module, qconfig)
+            return own[module]
+        prepared = forms.of(module, qconfig, path)
+        part: Any
+        for part in prepared.modules() if hybrid and prepared is not module else ():
+            part.lenient = True
         return prepared
 
     # All modules are made before the first is replaced: a failure leaves the model unchanged.

@@ -178,21 +178,21 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
         if name in _FREE or (row is not None and row.on_cpu):
             traffic.append(Traffic(0, 0))
             continue
-        host = _host(call, name, layers, readers)
+        layer_input = _layer_input(call, name, layers, readers)
         if name in _ANCHORS:
             layers[call.path] = call.path
-        elif host is not None:
-            layers[call.path] = layers[call.inputs[host]]
+        elif layer_input is not None:
+            layers[call.path] = layers[call.inputs[layer_input]]
         loaded = sum(
             prod(shape) * _BYTES[dtype]
             for i, (shape, dtype) in enumerate(
                 zip(call.input_shapes, call.input_dtypes, strict=True)
             )
-            if i != host
+            if i != layer_input
         )
         loaded += call.weight_count + 4 * call.bias_count
         stored = prod(call.output_shape) * _BYTES[call.output_dtype]
-        if host is not None:
+        if layer_input is not None:
             fused = name in _FUSED  # its scale and shift are folded into the layer's own
             traffic.append(Traffic(0 if fused else loaded, 0, layers[call.path]))
         else:
@@ -200,7 +200,7 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
     return traffic
 
 
-def _host(
+def _layer_input(
     call: OperatorCall, name: str, layers: dict[str, str], readers: Counter[str]
 ) -> int | None:
     """Index of the input from the layer that ``call`` is fused into; None if there is none."""

@@ -109,7 +109,7 @@ def check_qconfig(
         name = f"{call.path}{method}" + (f"({call.repeat})" if call.repeat else "")
         start = (name, str(type(module)))
         given, made = _dtypes((call.args, call.kwargs)), _dtypes(call.output)
-        outputs.append((*start, _told(given), _told(made), _axis_of_output(module)))
+        outputs.append((*start, _dtype_text(given), _dtype_text(made), _axis_of_output(module)))
         weight = _weight(module)
         if weight is not None:
             weights.append((*start, *weight))
@@ -130,7 +130,7 @@ def _dtypes(value: Any) -> list[Any]:
     return [str(t.dtype) if isinstance(t, QTensor) else t.dtype for t in tensors_in(value)]
 
 
-def _told(dtypes: list[Any]) -> str:
+def _dtype_text(dtypes: list[Any]) -> str:
     return str(dtypes[0]) if len(dtypes) == 1 else str(dtypes)
 
 
@@ -174,7 +174,7 @@ def _remarks(call: Call, given: list[Any], made: list[Any]) -> Iterable[str]:
     if not isinstance(module, _CROSSINGS) and any(
         dtype != other for dtype in given for other in made
     ):
-        yield f"input dtype {_told(given)} is not same with out dtype {_told(made)}"
+        yield f"input dtype {_dtype_text(given)} is not same with out dtype {_dtype_text(made)}"
     observer = getattr(fake_quant, "activation_post_process", None)
     if isinstance(observer, FixedScaleObserver):
         yield f"Fixed scale {observer.fixed_scale.item()}"

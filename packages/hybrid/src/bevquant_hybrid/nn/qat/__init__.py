@@ -36,7 +36,7 @@ from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
 
 from ._base import GLU, Correlation, Div, LayerNorm, MultiScaleRoIAlign, RMSNorm, Where
-from ._replace import float_form, has_qat_form, is_elementwise, is_qat, qat_form
+from ._replace import QatForms, float_form, has_qat_form, is_elementwise, is_qat, qat_form
 from .conv2d import Conv2d, ConvAdd2d, ConvAddReLU2d, ConvAddReLU62d, ConvReLU2d, ConvReLU62d
 from .upsampling import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
@@ -82,6 +82,7 @@ __all__ = [
     "MultiheadAttention",
     "Normalize",
     "OutputQuantized",
+    "QatForms",
     "QuantStub",
     "RMSNorm",
     "ReLU",

@@ -134,6 +134,23 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
     return made
 
 
+class QatForms:
+    """QAT forms of a model's modules, each made once: a module under two names stays shared."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, nn.Module] = {}
+
+    def of(self, module: nn.Module, qconfig: Any, path: str) -> nn.Module:
+        """The QAT form; the module itself without one, or without a qconfig (but DeQuantStubs)."""
+        if not has_qat_form(module):
+            return module
+        if qconfig is None and not isinstance(module, TorchDeQuantStub):
+            return module
+        if id(module) not in self._made:
+            self._made[id(module)] = qat_form(module, qconfig, path)
+        return self._made[id(module)]
+
+
 def is_qat(module: object) -> bool:
     """Whether a module is one of this package's QAT modules."""
     return type(module).__module__.startswith(f"{__package__}.")
