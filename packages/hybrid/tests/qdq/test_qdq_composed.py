@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...]]] = {
     "attention_of_one": (
         lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], (5, 8),
     ),
+    "lstm_cell_without_state": (lambda: nn.LSTMCell(8, 6), lambda m, x: m(x)[0], (5, 8)),
     "lstm_cell": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x, m(x, (x, x)))[1], (5, 8)),
     "sort": (lambda: nn.LayerNorm(8), lambda m, x: m(x.sort(1)[0]), (2, 6, 8)),
     "topk": (lambda: nn.LeakyReLU(0.2), lambda m, x: m(x.topk(2, 1)[0]), (2, 6, 8)),

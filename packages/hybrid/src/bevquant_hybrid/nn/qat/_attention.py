@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from bevquant_hybrid._integer_ops import split_mask
 from bevquant_hybrid._quant_stub import QuantStub as FloatQuantStub
@@ -208,7 +209,6 @@ class LSTMCell(Composed):
         single = input.dim() == 1
         x = input.unsqueeze(0) if single else input
         if hx is None:
-            quantized_input(self, x)  # names this module where it is a float tensor
             hidden = cell = self._zeros(x)
         else:
             hidden, cell = (state.unsqueeze(0) if single else state for state in hx)
@@ -221,6 +221,10 @@ class LSTMCell(Composed):
         return (hidden.squeeze(0), cell.squeeze(0)) if single else (hidden, cell)
 
     def _zeros(self, x: Tensor) -> Tensor:
+        """A state of zeros, with the input's scale."""
+        if isinstance(x, Proxy):  # the parts are traced for a file
+            return F.pad(x.clamp(0, 0), (0, self.hidden_size - self.input_size))
+        quantized_input(self, x)  # names this module where it is a float tensor
         zeros = torch.zeros(
             x.shape[0], self.hidden_size, dtype=payload(x).dtype, device=payload(x).device
         )
