@@ -134,6 +134,11 @@ class _Observing(FakeQuantizeBase):
         raise NotImplementedError
 
 
+def _of_observer(name: str, doc: str) -> Any:
+    """A setting of a fake quantizer that its observer has."""
+    return property(lambda self: getattr(self.activation_post_process, name), doc=doc)
+
+
 class FakeQuantize(_Observing):
     r"""Observe a tensor, then round it to the grid of its scale.
 
@@ -188,25 +193,10 @@ class FakeQuantize(_Observing):
         if self.activation_post_process.observed:  # a fixed scale
             self._take_scale()
 
-    @property
-    def quant_min(self) -> int:
-        """Smallest integer."""
-        return self.activation_post_process.quant_min
-
-    @property
-    def quant_max(self) -> int:
-        """Largest integer."""
-        return self.activation_post_process.quant_max
-
-    @property
-    def ch_axis(self) -> int:
-        """Channel axis, −1 for one scale."""
-        return self.activation_post_process.ch_axis
-
-    @property
-    def qscheme(self) -> torch.qscheme:
-        """Per tensor or per channel, symmetric."""
-        return self.activation_post_process.qscheme
+    quant_min = _of_observer("quant_min", "Smallest integer.")
+    quant_max = _of_observer("quant_max", "Largest integer.")
+    ch_axis = _of_observer("ch_axis", "Channel axis, −1 for one scale.")
+    qscheme = _of_observer("qscheme", "Per tensor or per channel, symmetric.")
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the observer's scale and zero point."""

@@ -90,10 +90,7 @@ class _Maker:
 
     def attribute(self, node: Node) -> Any:
         """What a get_attr node reads."""
-        value: Any = self.root
-        for name in str(node.target).split("."):
-            value = getattr(value, name)
-        return value
+        return operator.attrgetter(str(node.target))(self.root)
 
     def replace(self, node: Node, recipe: Recipe) -> None:
         """Put the steps in a node's place."""

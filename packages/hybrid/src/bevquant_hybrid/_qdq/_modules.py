@@ -272,7 +272,7 @@ def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> li
         return clamped(call, x, module.min_val, module.max_val, output)
     if layer_class(module, nn.LayerNorm) and len(args) == 1:
         settings = {
-            "dim": module.axes if isinstance(module, LayerNorm) else _last(module),
+            "dim": module.axes if isinstance(module, LayerNorm) else functions.last_axes(module),
             "eps": float(module.eps),
             "weight": module.weight,
             "bias": module.bias,
@@ -300,10 +300,6 @@ def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> li
     if found is not None:
         return _grid_step(call, x, *found)
     return [call.step(FloatCall, args, output=output, name=what, module=module)]
-
-
-def _last(module: nn.LayerNorm) -> list[int]:
-    return [-1 - i for i in range(len(module.normalized_shape))]
 
 
 def grid(call: Call, what: str, x: Any, kwargs: dict[str, Any]) -> list[Step]:

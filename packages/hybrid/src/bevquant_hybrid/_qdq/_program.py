@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -380,10 +381,7 @@ class _NodeReader:
         found = self._one_step(node) if self._is_float(node) else None
         if found is None:
             return function_steps(call, node.target)
-        planned = Call(
-            call.name, call.path, self._refs(found.args), self._refs(found.kwargs), call.given,
-            call.result, call.on_cpu, call.reason,
-        )  # fmt: skip
+        planned = replace(call, args=self._refs(found.args), kwargs=self._refs(found.kwargs))
         if found.target is None:
             return module_steps(planned, found.module)
         return arithmetic_steps(planned, found.target)

@@ -183,6 +183,11 @@ def normalized(
     return result if bias is None else result + bias
 
 
+def last_axes(norm: Any) -> list[int]:
+    """Axes of the statistics of torch's norms."""
+    return [-1 - i for i in range(len(norm.normalized_shape))]
+
+
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` that can normalize other axes than the last ones.
 
@@ -221,7 +226,7 @@ class LayerNorm(nn.LayerNorm):
     def axes(self) -> list[int]:
         """Axes of the statistics."""
         if self.dim is None:
-            return [-1 - i for i in range(len(self.normalized_shape))]
+            return last_axes(self)
         return [self.dim] if isinstance(self.dim, int) else list(self.dim)
 
     def forward(self, x: Tensor) -> Tensor:

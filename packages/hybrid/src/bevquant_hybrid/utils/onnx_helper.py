@@ -19,7 +19,7 @@ from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
-from bevquant_hybrid.nn.qat.stubs import take_marks_out
+from bevquant_hybrid.nn.qat.stubs import MARKS
 from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.undisturbed import positional, unobserved
 from bevquant_quantizers.documents import write_whole
@@ -95,7 +95,7 @@ def export_to_onnx(
         kind = operator_export_type or OperatorExportTypes.ONNX
         proto = _exported(given, operator_export_type=kind)
     _join_equal_weights(proto.graph)
-    forced = take_marks_out(proto)
+    forced = _take_marks_out(proto)
     _name_nodes(proto.graph)
     if enable_onnx_checker:
         onnx.checker.check_model(proto)
@@ -184,12 +184,29 @@ def _join_equal_weights(graph: Any) -> None:
         for node in graph.node
         if node.op_type == "Identity" and node.input[0] in weights
     }
-    kept = [node for node in graph.node if node.output[0] not in shared]
+    _remove(graph, shared)
+
+
+def _take_marks_out(proto: Any) -> list[Any]:
+    """Remove the marks of `mark_forced` from a model and return the consumers of marked values."""
+    graph = proto.graph
+    marked = {n.output[0]: n.input[0] for n in graph.node if n.domain == MARKS}
+    readers = {n.output[0] for n in graph.node if n.domain != MARKS and set(n.input) & set(marked)}
+    _remove(graph, marked)
+    domains = [entry for entry in proto.opset_import if entry.domain != MARKS]
+    del proto.opset_import[:]
+    proto.opset_import.extend(domains)
+    return [node for node in graph.node if node.output[0] in readers]
+
+
+def _remove(graph: Any, sources: Mapping[str, str]) -> None:
+    """Remove the nodes that make some values; their consumers read the sources instead."""
+    kept = [node for node in graph.node if node.output[0] not in sources]
     del graph.node[:]
     graph.node.extend(kept)
     for node in graph.node:
         for index, name in enumerate(node.input):
-            node.input[index] = shared.get(name, name)
+            node.input[index] = sources.get(name, name)
 
 
 def _onnx() -> Any:

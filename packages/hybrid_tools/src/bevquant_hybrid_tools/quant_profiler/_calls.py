@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -167,9 +168,15 @@ def get_module_called_count(
     return counts
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Move the tensors of a nested value to a device."""
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+def on_device(model: nn.Module, inputs: Any, device: torch.device | str | None) -> tuple[Any, Any]:
+    """A copy of a model on a device, and its inputs there; both as they are for None."""
+    if device is None:
+        return model, inputs
+
+    def there(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    return copy.deepcopy(model).to(device), map_leaves(there, inputs)
 
 
 def copied(value: Any) -> Any:

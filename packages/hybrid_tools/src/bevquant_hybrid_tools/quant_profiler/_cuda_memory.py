@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from bevquant_graph import run_on
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import as_float
 from bevquant_hybrid.undisturbed import positional
-from bevquant_hybrid_tools.quant_profiler._calls import moved, named_operators
+from bevquant_hybrid_tools.quant_profiler._calls import named_operators, on_device
 from bevquant_hybrid_tools.quant_profiler._tables import curves_page, write_text
 
 
@@ -62,8 +61,7 @@ def show_cuda_memory_consumption(
     if where.type != "cuda" or not torch.cuda.is_available():
         there = "" if torch.cuda.is_available() else "; torch finds none on this machine"
         raise ValueError(f"{caller}: device={str(where)!r}: expected a CUDA device{there}")
-    copied = copy.deepcopy(model).to(where)
-    inputs = moved(example_inputs, where)
+    copied, inputs = on_device(model, example_inputs, where)
 
     def read() -> tuple[int, int]:
         torch.cuda.synchronize(where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,8 @@ from bevquant_hybrid.undisturbed import undisturbed
 from bevquant_hybrid_tools.quant_profiler._calls import (
     Call,
     is_operator,
-    moved,
     named_operators,
+    on_device,
     record_calls,
 )
 from bevquant_hybrid_tools.quant_profiler._compared import Match, compare, measure_of
@@ -80,7 +79,9 @@ def featuremap_similarity(
         ValueError: An unknown measure, or no operator in common.
     """
     measure = measure_of(similarity_func, "featuremap_similarity")
-    (model1, inputs1), (model2, inputs2) = _placed(model1, model2, inputs, devices)
+    first, second = devices if isinstance(devices, tuple | list) else (devices, devices)
+    model1, inputs1 = on_device(model1, inputs, first)
+    model2, inputs2 = on_device(model2, inputs, second)
     silent = _silenced(model2, model1), _silenced(model1, model2)
     first_is_fused_more = len(silent[1]) > len(silent[0])
     calls = (
@@ -123,18 +124,6 @@ def _as_in(model: nn.Module, other: nn.Module) -> Callable[[nn.Module], bool]:
     names = named_operators(other)[0]
     whole = {id(m) for path, m in model.named_modules(remove_duplicate=False) if path in names}
     return lambda module: id(module) in whole or is_operator(module)
-
-
-def _placed(
-    model1: nn.Module, model2: nn.Module, inputs: Any, devices: Devices
-) -> list[tuple[nn.Module, Any]]:
-    if devices is None:
-        return [(model1, inputs), (model2, inputs)]
-    pair = devices if isinstance(devices, tuple | list) else (devices, devices)
-    return [
-        (copy.deepcopy(model).to(device), moved(inputs, torch.device(device)))
-        for model, device in zip((model1, model2), pair, strict=True)
-    ]
 
 
 def _table(rows: list[list[Any]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import warnings
@@ -21,7 +20,7 @@ from bevquant_hybrid.nn.quantized import FixedPoint
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantize
-from bevquant_hybrid_tools.quant_profiler._calls import Call, moved, record_calls
+from bevquant_hybrid_tools.quant_profiler._calls import Call, on_device, record_calls
 from bevquant_hybrid_tools.quant_profiler._tables import (
     curves_page,
     grid_table,
@@ -205,9 +204,7 @@ def get_raw_features(
         >>> [(f["module_name"], f["attr"], f["data"].tolist()) for f in features]
         [('0', 'input', [-1.0, 2.0]), ('0', 'output', [0.0, 2.0])]
     """
-    if device is not None:
-        model = copy.deepcopy(model).to(device)
-        example_inputs = moved(example_inputs, torch.device(device))
+    model, example_inputs = on_device(model, example_inputs, device)
     wanted = Selection(model, prefixes, types, "get_raw_features")
     features = []
     for call in record_calls(model, example_inputs):

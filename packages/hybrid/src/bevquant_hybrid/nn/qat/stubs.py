@@ -12,7 +12,7 @@ from bevquant_hybrid._observers import FixedScaleObserver
 from bevquant_hybrid.nn.qat._base import OfFloat, quantized_output, scaling_qconfig, take_over
 from bevquant_hybrid.qtensor import QTensor, as_float, of_each
 
-_DOMAIN = "bevquant_hybrid.marks"
+MARKS = "bevquant_hybrid.marks"  # domain of operators in files
 
 
 def mark_forced(x: Tensor) -> Tensor:
@@ -28,25 +28,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g: Any, x: Any) -> Any:
-        return g.op(f"{_DOMAIN}::Forced", x).setType(x.type())
-
-
-def take_marks_out(proto: Any) -> list[Any]:
-    """Remove the marks from a model and return the consumers of marked values."""
-    graph = proto.graph
-    marked = {n.output[0]: n.input[0] for n in graph.node if n.domain == _DOMAIN}
-    readers = [n for n in graph.node if n.domain != _DOMAIN and set(n.input) & set(marked)]
-    kept = [n for n in graph.node if n.domain != _DOMAIN]
-    del graph.node[:]
-    graph.node.extend(kept)
-    names = {reader.output[0] for reader in readers}
-    for node in graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = marked.get(name, name)
-    domains = [entry for entry in proto.opset_import if entry.domain != _DOMAIN]
-    del proto.opset_import[:]
-    proto.opset_import.extend(domains)
-    return [node for node in graph.node if node.output[0] in names]
+        return g.op(f"{MARKS}::Forced", x).setType(x.type())
 
 
 class QuantStub(OfFloat):

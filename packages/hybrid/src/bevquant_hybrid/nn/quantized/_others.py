@@ -13,7 +13,7 @@ from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCal
 from bevquant_hybrid._sampling import roi_align_real
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._correlation import channels_of, correlate_integers
-from bevquant_hybrid.nn._functions import normalized
+from bevquant_hybrid.nn._functions import last_axes, normalized
 from bevquant_hybrid.nn.qat import _base
 from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
 from bevquant_hybrid.nn.qat.batchnorm import channel_affine
@@ -147,7 +147,7 @@ class RMSNorm(FixedPoint):
 
     def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
-        self.axes = [-1 - i for i in range(len(source.normalized_shape))]
+        self.axes = last_axes(source)
         self.eps = torch.finfo(torch.float32).eps if source.eps is None else source.eps
 
     def forward(self, x: QTensor) -> QTensor:
