@@ -326,3 +326,11 @@ def test_one_scale_of_a_weight_serves_every_bias() -> None:
         bias, torch.tensor([0.5]), torch.tensor([0.25]), "conv"
     )
     assert steps.tolist() == [4, -8, 24]
+
+
+def test_positions_without_a_number_are_refused() -> None:
+    x, grid = integers(1, 2, 4, 4), torch.zeros(1, 3, 3, 2)
+    assert F.grid_sample(x, grid, align_corners=False).dtype == "qint8"
+    grid[0, 1, 1] = torch.nan
+    with pytest.raises(ValueError, match="NaN, which no integer stands for"):
+        F.grid_sample(x, grid, align_corners=False)

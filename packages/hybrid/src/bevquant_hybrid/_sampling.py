@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import bevquant_int8sim as int8sim
 from bevquant_hybrid._integer_ops import operator
 
 
@@ -132,9 +133,7 @@ def grid_sample_integers(
 ) -> Tensor:
     """Integers sampled by a float64 grid, rounded to integers of the same scale."""
     values = F.grid_sample(x.double(), grid.double(), mode, padding_mode, align_corners)
-    rounded = torch.floor(values + 0.5) if rounding == "half_up" else values.round()
-    info = torch.iinfo(x.dtype)
-    return rounded.clamp(info.min, info.max).to(x.dtype)
+    return int8sim.quantize(values, 1.0, bits=torch.iinfo(x.dtype).bits, rounding=rounding)
 
 
 def sampling_places(grid: Tensor, height: int, width: int) -> Tensor:
