@@ -14,7 +14,7 @@ from bevquant_export import (
 )
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import counted
-from bevquant_export.sparse._observe import Made
+from bevquant_export.sparse._observe import Sparse
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -257,7 +257,7 @@ def test_only_what_functions_of_floats_make_may_be_rounded_otherwise(bits, diffe
     voxels = torch.zeros(3, 4, dtype=torch.int32)
     want = torch.tensor([[1.0], [2.0], [-4.0]])
     made = want + torch.tensor([[1.0], [-1.0], [0.0]]) * 4 * 2.0**bits
-    pair = Made(made, None, voxels), Made(want, None, voxels)
+    pair = Sparse(made, None, voxels), Sparse(want, None, voxels)
     assert counted("output", "", *pair, slack=2.0**-18).different == different
     assert counted("output", "", *pair).different == 2
 

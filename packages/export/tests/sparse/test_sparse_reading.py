@@ -257,6 +257,42 @@ def test_wrong_inputs(nets, file, tmp_path):
         model(features * float("nan"), coords)
 
 
+def of_points(path, **second):
+    """Two convolutions of kernel 1×1×1; `second` are other attributes of the latter."""
+    values = {"weight": np.ones((5, 1, 1, 1, 5), np.float16), "bias": np.zeros(5, np.float16)}
+    sizes = {"kernel_size": [1] * 3, "stride": [1] * 3, "dilation": [1] * 3, "padding": [0] * 3}
+    shapes = {"input_spatial_shape": [12, 10, 9], "output_spatial_shape": [12, 10, 9]}
+    given = {**sizes, **shapes, "subm": 1, "activation": "None"}
+    nodes = [
+        helper.make_node("SparseConvolution", [x, *values], [y], **given | more)
+        for x, y, more in (("0", "x", {}), ("x", "y", second))
+    ]
+    half = TensorProto.FLOAT16
+    graph = helper.make_graph(
+        nodes, "scn", [helper.make_tensor_value_info("0", half, [1, 5])],
+        [helper.make_tensor_value_info("y", half, [1, 5])],
+        [numpy_helper.from_array(v, n) for n, v in values.items()],
+    )  # fmt: skip
+    path.write_bytes(helper.make_model(graph).SerializeToString())
+    return load_sparse_onnx(path)
+
+
+def test_layers_on_points_refuse_wrong_voxels_too(nets, tmp_path):
+    model = of_points(tmp_path / "a.onnx")
+    features, coords, _ = nets.frame(0)
+    assert model(features, coords).features.shape == features.shape
+    with pytest.raises(ValueError, match="node 0: "):
+        model(features, coords + 20)
+    with pytest.raises(ValueError, match="node 0: "):
+        model(features, coords[:1].expand_as(coords))
+
+
+def test_an_inverse_convolution_of_points_needs_its_partner(nets, tmp_path):
+    model = of_points(tmp_path / "a.onnx", subm=0, inverse=1, rulebook="down")
+    with pytest.raises(ValueError, match=r"node 1: nothing to invert: .* rulebook 'down'"):
+        model(*nets.frame(0))
+
+
 def test_a_frame_without_voxels(nets, file, tmp_path):
     model = load_sparse_onnx(changed(file, tmp_path / "a.onnx", lambda graph: None))
     out = model(torch.zeros(0, 5), torch.zeros(0, 4, dtype=torch.int32))

@@ -280,12 +280,14 @@ def _grid(node: Node, before: list[int] | None) -> Iterator[Finding]:
     geometry = kernel_of(node)
     if len(grid) != 3 or len(out) != 3 or geometry is None or node.integer("inverse") == 1:
         return
-    if node.integer("subm") == 1:
-        wanted = grid
-    else:
-        wanted = [
-            (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, k, s, p, d in zip(grid, *geometry.values(), strict=True)
-        ]
+    wanted = grid if node.integer("subm") == 1 else output_grid(grid, *geometry.values())
     if out != wanted:
         yield GRID.found(node.name, f"output_spatial_shape is {out}, {wanted} follows")
+
+
+def output_grid(
+    grid: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> list[int]:
+    """``(n + 2·padding − dilation·(kernel − 1) − 1) / stride + 1``, axis by axis, rounded down."""
+    axes = zip(grid, kernel, stride, padding, dilation, strict=True)
+    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes]

@@ -1,11 +1,11 @@
-"""Coordinates of a file: number and order of the columns, voxels, and the pairs of convolutions.
+"""Coordinates of a file: number and order of the columns, and the bound of voxels.
 
 Grids of one or two axes get one cell along each missing axis.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._graph import Conv, Graph, LayoutOp, Node, Pool, Scatter, Steps
-from bevquant_int8sim import plan_rulebook
-from bevquant_sparse import Rulebook
+from bevquant_int8sim.model import Coords
 
 AXES = 3
 _OTHER = {"xyz": "zyx", "zyx": "xyz"}
@@ -122,41 +121,9 @@ def _turned_sizes(node: Conv | Pool) -> dict[str, Any]:
     return {name: getattr(node, name)[::-1] for name in sizes.split()}
 
 
-@dataclass(frozen=True, eq=False)
-class Voxels:
-    """Voxels of a frame."""
-
-    indices: Tensor  # int32 ``[rows, 4]``: batch, then the file's order
-    spatial_shape: tuple[int, ...]  # Grid
-    batch_size: int  # Frames
-    # Rulebooks built so far, by geometry, with the voxels of their output
-    known: dict[object, tuple[Rulebook, Voxels]] = field(default_factory=dict)
-
-
-def convolved(
-    voxels: Voxels, conv: Conv | Pool, strided: dict[str, tuple[Rulebook, Voxels]]
-) -> tuple[Rulebook, Voxels]:
-    """Pairs of a convolution and its output voxels; `strided` keeps both by rulebook."""
-    if conv.inverse:
-        if conv.rulebook not in strided:
-            raise ValueError(
-                f"{conv.name}: nothing to invert: no strided convolution before it has the "
-                f"rulebook {conv.rulebook!r}"
-            )
-        rulebook, made = strided[conv.rulebook]
-        if rulebook.kernel_size != conv.kernel_size:
-            raise ValueError(f"{conv.name}: its kernel is not that of the one it inverts")
-        rulebook = rulebook.inverse()
-    else:
-        rulebook, made = _built(voxels, conv)
-        if not conv.subm and conv.rulebook:
-            strided[conv.rulebook] = (rulebook, voxels)
-    return rulebook, made
-
-
-def refuse_more(voxels: Voxels, conv: Conv) -> None:
+def refuse_more(coords: Coords, conv: Conv) -> None:
     """Refuse a frame with more voxels than the bound of a convolution's output."""
-    frames = torch.bincount(voxels.indices[:, 0].long())
+    frames = torch.bincount(coords.indices[:, 0].long())
     most = int(frames.max()) if len(frames) else 0
     if most > conv.output_bound:
         raise ValueError(
@@ -164,26 +131,3 @@ def refuse_more(voxels: Voxels, conv: Conv) -> None:
             f"{conv.output_bound}: the engine would drop the rest; export with batches that hold "
             "such frames, or with more head_room"
         )
-
-
-def _built(voxels: Voxels, conv: Conv | Pool) -> tuple[Rulebook, Voxels]:
-    subm, key = conv.keeps_voxels, conv.geometry
-    if key not in voxels.known:
-        try:
-            rulebook = plan_rulebook(
-                voxels.indices,
-                voxels.spatial_shape,
-                conv.kernel_size,
-                conv.stride,
-                conv.padding,
-                conv.dilation,
-                subm=subm,
-                batch_size=voxels.batch_size,
-            )
-        except ValueError as error:
-            raise ValueError(f"{conv.name}: {error}") from error
-        made = voxels
-        if not subm:
-            made = Voxels(rulebook.out_indices, rulebook.out_shape, voxels.batch_size)
-        voxels.known[key] = rulebook, made
-    return voxels.known[key]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from bevquant_export._errors import UnsplitError
-from bevquant_graph import leaves
 from bevquant_int8sim.program import (
     Call,
     Coordinates,
@@ -17,6 +15,7 @@ from bevquant_int8sim.program import (
     Quantize,
     SparseConv,
     Step,
+    names_in,
 )
 
 
@@ -79,15 +78,6 @@ def coord_inputs(program: Any, made: set[str]) -> set[str]:
                 wanted.update(step.inputs)
     layers = [s for s in program.steps if not isinstance(s, Coordinates | Call)]
     return wanted - made - {name for step in layers for name in step.inputs}
-
-
-def names_in(value: Any) -> Iterator[str]:
-    """Values in the nested containers of a program's result; for sparse tensors the features."""
-    for leaf in leaves(value):
-        if hasattr(leaf, "coords"):
-            yield leaf.features
-        elif isinstance(getattr(leaf, "name", None), str):
-            yield leaf.name
 
 
 REMEDY = (

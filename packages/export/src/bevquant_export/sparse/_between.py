@@ -21,7 +21,7 @@ from bevquant_export.sparse._beginning import (
     location,
     no_operator,
 )
-from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, place
+from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, named
 from bevquant_export.sparse._steps import Between
 from bevquant_graph import leaves, op_spec
 from bevquant_int8sim import IntegerModel
@@ -68,7 +68,7 @@ def _in_dialect(model: IntegerModel) -> Followed:
         for draft in follower.drafts:
             if draft.between is not None and draft.between.coords:
                 maker = follower.makers[draft.between.coords]
-                raise no_operator(maker, f"{place(maker)}{location(model.source, maker)}")
+                raise no_operator(maker, f"{named(maker)}{location(model.source, maker)}")
     return found
 
 
@@ -96,7 +96,7 @@ class _FollowerBetween(Follower):
         # Numbers that the forward counts with, as in range(batch_size), are constants here.
         made = [step for step in self.program.steps if isinstance(step, Coordinates)]
         self.one_batch = any(isinstance(step.args[2], int) for step in made)
-        self.returned = dict(_sparse_results(self.program.result))
+        self.returned = dict(sparse_results(self.program.result))
         self.pooled: dict[tuple[str, tuple[Any, ...]], list[str]] = {}  # of coordinates and window
         for step in self.program.steps:
             if step.called == "convolved_coords":
@@ -189,7 +189,7 @@ class _FollowerBetween(Follower):
 
     def _placed(self, name: str, coordinates: Step, reader: Step | None) -> Reading:
         """Features on voxels that the forward creates."""
-        by = "the model's result" if reader is None else place(reader)
+        by = "the model's result" if reader is None else named(reader)
         form, value, relu = self.program.values[name].form, name, False
         while isinstance(maker := self.makers.get(value), Quantize):
             relu = relu or maker.relu
@@ -228,12 +228,12 @@ class _FollowerBetween(Follower):
         found = self._closure(value, *([coords] if coords else []))
         if found.given:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{location(self.source, step)} reads "
+                f"export_sparse_onnx: {named(step)}{location(self.source, step)} reads "
                 f"{', '.join(sorted(found.given))} beside the voxels, and a file has one input, "
                 f"the features of the voxels. {REMEDY}"
             )
         reads = tuple(
-            self._read(self.rounded.get(name, name), place(step)) for name in found.tensors
+            self._read(self.rounded.get(name, name), named(step)) for name in found.tensors
         )
         between = Between(
             frozenset(found.steps), tuple(found.tensors), found.places, value, coords, grid,
@@ -263,7 +263,7 @@ class _FollowerBetween(Follower):
             elif isinstance(step, NumberCall) and step.name == "getattr":
                 found.frames |= step.args[1] == "batch_size"
             elif isinstance(step, SparseConv | Coordinates):
-                raise no_operator(step, f"{place(step)}{location(self.source, step)}")
+                raise no_operator(step, f"{named(step)}{location(self.source, step)}")
             else:
                 if not isinstance(step, NumberCall):
                     found.steps.add(step.outputs[0])
@@ -271,6 +271,6 @@ class _FollowerBetween(Follower):
         return found
 
 
-def _sparse_results(value: Any) -> Iterator[tuple[str, str]]:
+def sparse_results(value: Any) -> Iterator[tuple[str, str]]:
     """Features and coordinates of every returned sparse tensor."""
     return ((leaf.features, leaf.coords) for leaf in leaves(value) if hasattr(leaf, "coords"))

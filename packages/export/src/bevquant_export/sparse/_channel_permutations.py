@@ -308,8 +308,8 @@ class _Writer:
             return self._part(maker, node)
         places = torch.zeros(len(node.channels), node.in_channels)
         places[torch.arange(len(places)), torch.tensor(node.channels)] = 1
-        move = self._layout_op(node, node.x, node.y, places, node.output_precision)
-        return replace(move, activation=node.activation)
+        copied = self._layout_op(node, node.x, node.y, places, node.output_precision)
+        return replace(copied, activation=node.activation)
 
     def _part(self, conv: Conv, node: Select) -> Conv:
         """Some output channels of a convolution; all its parts have one rulebook."""
@@ -333,9 +333,9 @@ class _Writer:
         """``y = x placesᵀ``; ``places`` is ``[out_channels, in_channels]``."""
         amax = None if isinstance(node, Fold) else node.input_range
         ranges = (_RANGE,) * len(places) if amax or held == "int8" else None
-        move = row_conv(node.path + PERMUTED, x, y, places.half(), None, ranges, input_range=amax)
+        copied = row_conv(node.path + PERMUTED, x, y, places.half(), None, ranges, input_range=amax)
         precision = "fp16" if amax is None else "int8"
-        return self._placed(replace(move, precision=precision, output_precision=held))
+        return self._placed(replace(copied, precision=precision, output_precision=held))
 
     def _placed(self, node: Conv) -> Conv:
         """The node with the voxels of its input."""

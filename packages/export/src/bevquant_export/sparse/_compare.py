@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._differences import LayerDifference, difference
+from bevquant_export.dense._source import placed
 from bevquant_export.sparse._axes import lowered_to, with_three_axes
-from bevquant_export.sparse._between import follow
+from bevquant_export.sparse._between import follow, sparse_results
 from bevquant_export.sparse._channel_permutations import PERMUTED, permutes_channels
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel
-from bevquant_export.sparse._observe import Made, reference_of
+from bevquant_export.sparse._observe import Sparse, reference_of
 from bevquant_graph import check_kind, reported_by
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 from bevquant_int8sim.program import NumberCall
@@ -104,15 +105,15 @@ def compared(
                 return  # in fp16 for other consumers: its consumer is compared
             shown[node.path] = shown.get(node.path, 0) + 1
             which = shown[node.path], paths[node.path]
-            row = _difference(node, Made(made(), scale, indices), turned, reference, which)
+            row = _difference(node, Sparse(made(), scale, indices), turned, reference, which)
             rows.append(replace(row, behind_functions=node.y in behind))
 
     outputs = file.watch(features, coords, batch_size, see)
     computed = {node.y for node in file.nodes if isinstance(node, Steps)}
-    results = _results(integers, wanted)
-    for tensor, made, (name, expected) in zip(file.graph.outputs, outputs, results, strict=True):
+    results = _results(integers, wanted, places)
+    for tensor, made, expected in zip(file.graph.outputs, outputs, results, strict=True):
         slack = _FUNCTIONS if tensor in computed else 0.0
-        rows.append(_output(made, expected, places.get(name), of_model, slack))
+        rows.append(_output(made, *expected, of_model, slack))
     return tuple(rows), wanted, dict(zip(file.graph.outputs, outputs, strict=True))
 
 
@@ -123,7 +124,7 @@ def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
     return {name for node in sums for name in node.inputs} - others
 
 
-def _only_integers(made: list[Made] | None) -> bool:
+def _only_integers(made: list[Sparse] | None) -> bool:
     return bool(made) and not any(one.value.is_floating_point() for one in made or ())
 
 
@@ -167,9 +168,9 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
 
 def _difference(
     node: Node,
-    made: Made,
+    made: Sparse,
     turned: Callable[[int], Tensor],
-    reference: dict[str, list[Made]],
+    reference: dict[str, list[Sparse]],
     which: tuple[int, int],
 ) -> LayerDifference:
     """Difference of one layer.
@@ -194,11 +195,13 @@ def _difference(
     steps = len(same) // nodes
     place = number * steps - 1 if steps * nodes == len(same) else -1
     wanted = same[place]
-    mine = Made(made.value, made.scale, turned(wanted.indices.shape[1]))
+    mine = Sparse(made.value, made.scale, turned(wanted.indices.shape[1]))
     return counted(node.name, node.path, mine, wanted)
 
 
-def counted(name: str, path: str, made: Made, wanted: Made, slack: float = 0.0) -> LayerDifference:
+def counted(
+    name: str, path: str, made: Sparse, wanted: Sparse, slack: float = 0.0
+) -> LayerDifference:
     mine, other = made, wanted
     if not torch.equal(made.indices, wanted.indices):
         mine, other = _sorted(made), _sorted(wanted)
@@ -208,58 +211,45 @@ def counted(name: str, path: str, made: Made, wanted: Made, slack: float = 0.0) 
     return difference(name, mine.value, other.value, path=path, form=form, slack=slack)
 
 
-def _sorted(made: Made) -> Made:
+def _sorted(made: Sparse) -> Sparse:
     """Rows by batch and coordinates."""
     indices = made.indices.long()
     order = torch.arange(len(indices), device=indices.device)
     for column in reversed(range(indices.shape[1])):
         order = order[torch.argsort(indices[order, column], stable=True)]
-    return Made(made.value[order], made.scale, made.indices[order])
+    return Sparse(made.value[order], made.scale, made.indices[order])
 
 
 def _output(
     made: Any,
-    wanted: Any,
+    wanted: Tensor,
     places: Tensor | None,
     of_model: Callable[..., Tensor],
     slack: float,
 ) -> LayerDifference:
-    """Difference of an output; `places` are its voxels, where the model returns features alone."""
-    if isinstance(made, SparseOutput):
-        if isinstance(wanted, SparseOutput):
-            wanted, places = wanted.features, wanted.indices
-        if places is None or len(places) != len(wanted):
-            raise ValueError(
-                "compare_sparse_onnx: the model returns features without their voxels, and none "
-                "of its layers says on which they lie, so that rows of the file cannot be told: "
-                "return the sparse tensor, or its indices too"
-            )
-        turned = of_model(made.indices, places.shape[1], tuple(made.spatial_shape))
-        mine = Made(made.features, None, turned)
-        return counted("output", "", mine, Made(wanted, None, places), slack)
-    return difference("output", made, wanted, slack=slack)
+    """Difference of an output; `places` are its voxels, where any layer says on which it lies."""
+    if not isinstance(made, SparseOutput):
+        return difference("output", made, wanted, slack=slack)
+    if places is None or len(places) != len(wanted):
+        raise ValueError(
+            "compare_sparse_onnx: the model returns features without their voxels, and none of its "
+            "layers says on which they lie, so that rows of the file cannot be told: return the "
+            "sparse tensor, or its indices too"
+        )
+    turned = of_model(made.indices, places.shape[1], tuple(made.spatial_shape))
+    mine = Sparse(made.features, None, turned)
+    return counted("output", "", mine, Sparse(wanted, None, places), slack)
 
 
-def _results(integers: IntegerModel, returned: Any) -> list[tuple[str, Any]]:
-    """Tensors that a file returns, each once by name, without returned inputs."""
-    followed = follow(integers)
-    named = _named(integers.program.result, returned)
-    given = [(name, value) for name, value in named if name in followed.results]
-    distinct: dict[str, tuple[str, Any]] = {}
-    for reading, result in zip(followed.outputs, given, strict=True):
-        distinct.setdefault(reading.tensor, result)
+def _results(
+    integers: IntegerModel, returned: Any, places: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Tensors that a file returns and their voxels, each once, without returned inputs."""
+    followed, result = follow(integers), integers.program.result
+    values = list(placed(result, returned))
+    own = {name: dict(values)[coords] for name, coords in sparse_results(result)}
+    given = [(v, own.get(n, places.get(n))) for n, v in values if n in followed.results]
+    distinct: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for reading, pair in zip(followed.outputs, given, strict=True):
+        distinct.setdefault(reading.tensor, pair)
     return list(distinct.values())
-
-
-def _named(refs: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values of the program in a result, with their values in a run."""
-    if isinstance(refs, dict):
-        for key, item in refs.items():
-            yield from _named(item, value[key])
-    elif isinstance(refs, list | tuple):
-        for item, other in zip(refs, value, strict=True):
-            yield from _named(item, other)
-    elif hasattr(refs, "coords"):
-        yield refs.features, value
-    elif isinstance(getattr(refs, "name", None), str):
-        yield refs.name, value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._beginning import is_float_conv
 from bevquant_export.sparse._channel_permutations import PERMUTED, row_conv
-from bevquant_export.sparse._follow import Draft, Followed, Reading, place
+from bevquant_export.sparse._follow import Draft, Followed, Reading, named
 from bevquant_export.sparse._graph import Conv, Sizes
 from bevquant_export.sparse._half_precision import LARGEST_HALF, is_integer_layer, to_half
 from bevquant_export.sparse._observe import Seen, bound
@@ -142,11 +142,11 @@ class ConvWriter:
         axes = len(found.geometry.kernel_size)
         if not self.fewest <= axes <= AXES:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} has {axes} spatial axes; the engine has three"
+                f"export_sparse_onnx: {named(step)} has {axes} spatial axes; the engine has three"
             )
         if found.geometry.transposed:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} is a transposed convolution, which the engine "
+                f"export_sparse_onnx: {named(step)} is a transposed convolution, which the engine "
                 "takes for a strided one; use SparseInverseConv3d"
             )
         module: Any = self.model.get_submodule(step.path)
@@ -156,7 +156,7 @@ class ConvWriter:
             fused = getattr(found, "activation", "None")
             if fused not in ("None", "ReLU"):
                 raise ValueError(
-                    f"export_sparse_onnx: {place(step)} has the activation {fused}; the engine has "
+                    f"export_sparse_onnx: {named(step)} has the activation {fused}; the engine has "
                     '"ReLU" and "None"'
                 )
             relu = relu or fused == "ReLU"
@@ -166,7 +166,7 @@ class ConvWriter:
         bias = torch.zeros(len(weight)) if bias is None else bias
         if not seen.voxels:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} made no voxel in the example inputs or "
+                f"export_sparse_onnx: {named(step)} made no voxel in the example inputs or "
                 "batches; output_bound, beyond which the engine drops voxels, follows from them: "
                 "give frames as in use"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -124,10 +124,9 @@ def export_sparse_onnx(
         raise ValueError(
             f"export_sparse_onnx: dialect={dialect!r}: expected 'libspconv' or 'portable'"
         )
-    if measure and dialect != "portable":
-        raise ValueError("export_sparse_onnx: measure=True needs dialect='portable'")
-    if all_layers and dialect != "portable":
-        raise ValueError("export_sparse_onnx: all_layers=True needs dialect='portable'")
+    for name, asked in (("measure", measure), ("all_layers", all_layers)):
+        if asked and dialect != "portable":
+            raise ValueError(f"export_sparse_onnx: {name}=True needs dialect='portable'")
     if weights != "auto" and dialect != "portable":
         raise ValueError(
             f"export_sparse_onnx: weights={weights!r} with dialect={dialect!r}: expected 'auto'; "
@@ -201,7 +200,8 @@ def write_sparse(
     graph = sparse_graph(
         rounded, integers, example_inputs, batches, model_order, head_room, dialect=dialect
     )
-    graph = official_keys(graph if order == model_order else turned(graph))
+    reversed_axes = order != model_order
+    graph = official_keys(turned(graph) if reversed_axes else graph)
     graph = numbered(graph, _output_names(integers, names or {}, dialect))
     content = proto_bytes(graph)
     if dialect == "portable":
@@ -213,10 +213,9 @@ def write_sparse(
     outputs: dict[str, Any] = {}
     if verify:
         ran, rows, returned, outputs = verified(
-            content, integers, example_inputs, dialect=dialect, reversed_axes=order != model_order
+            content, integers, example_inputs, dialect=dialect, reversed_axes=reversed_axes
         )
-    turned_axes = order != model_order
-    timing = beside_floats(content, integers, example_inputs, turned_axes) if measure else None
+    timing = beside_floats(content, integers, example_inputs, reversed_axes) if measure else None
     content = with_note(content, ran)
     write_whole(path, content)
     before = follow(integers).before
@@ -249,7 +248,8 @@ def official_keys(graph: Graph) -> Graph:
     if first is None or not first.subm or first.rulebook == _FIRST:
         return graph
     used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
-    renamed = {_FIRST: next(key for key in _other_keys() if key not in used)}
+    others = (f"{_FIRST}_{number}" for number in count(2))
+    renamed = {_FIRST: next(key for key in others if key not in used)}
     if first.rulebook:
         renamed[first.rulebook] = _FIRST
 
@@ -260,7 +260,3 @@ def official_keys(graph: Graph) -> Graph:
         return replace(node, rulebook=key)
 
     return replace(graph, nodes=tuple(keyed(node) for node in graph.nodes))
-
-
-def _other_keys() -> Iterator[str]:
-    return (f"{_FIRST}_{number}" for number in count(2))

@@ -17,7 +17,6 @@ from bevquant_export.sparse._beginning import (
     for_coords,
     is_float_conv,
     location,
-    names_in,
     no_operator,
 )
 from bevquant_export.sparse._channel_permutations import Selections
@@ -40,6 +39,7 @@ from bevquant_int8sim.program import (
     Requantize,
     SparseConv,
     Step,
+    names_in,
 )
 
 _CONVERSIONS = (Quantize, Requantize, Dequantize, Relu, FloatRelu)
@@ -94,7 +94,7 @@ class Followed:
     features: str = "features"
 
 
-def place(step: Step) -> str:
+def named(step: Step) -> str:
     """Name of a step in messages."""
     name = step.label
     return f"{step.path} ({name})" if step.path else f"{name} in the model's forward"
@@ -141,7 +141,7 @@ class Follower:
         outputs = tuple(self._result(name) for name in results)
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
-        before = tuple(f"{place(s)}{location(self.source, s)}" for s in self.before)
+        before = tuple(f"{named(s)}{location(self.source, s)}" for s in self.before)
         return Followed(
             tuple(self.drafts), self.input, outputs, tuple(results), before, self._features()
         )
@@ -181,12 +181,12 @@ class Follower:
         form = self.program.values[step.outputs[0]].form
         if isinstance(form, Integers) and form.unsigned:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} makes unsigned integers, 0…255; the engine has "
+                f"export_sparse_onnx: {named(step)} makes unsigned integers, 0…255; the engine has "
                 "signed ones: quantize with unsigned=False and calibrate"
             )
         if step.clamps[1] is not None:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} is followed by a ReLU6; the engine has "
+                f"export_sparse_onnx: {named(step)} is followed by a ReLU6; the engine has "
                 '"ReLU" and "None" only: replace it by nn.ReLU'
             )
         if isinstance(step, _CONVERSIONS):
@@ -222,7 +222,7 @@ class Follower:
             self._unfollowed(step)
 
     def _unfollowed(self, step: Step) -> None:
-        where = f"{place(step)}{location(self.source, step)}"
+        where = f"{named(step)}{location(self.source, step)}"
         raise no_operator(step, where, reads_map=self._reads_map(step))
 
     def _reads_map(self, step: Step) -> bool:
@@ -234,7 +234,7 @@ class Follower:
         if step.args[0].name == self.without_relu and step.clamps[0]:
             self.holds[step.outputs[0]] = (self.input, False)  # the file begins behind the ReLU
             return
-        tensor, relu = self._tensor(step.args[0].name, place(step))
+        tensor, relu = self._tensor(step.args[0].name, named(step))
         self.holds[step.outputs[0]] = (tensor, relu or step.clamps[0])
         before = step.args[0].name
         if isinstance(step, Dequantize) and not isinstance(self.program.values[before].form, str):
@@ -250,7 +250,7 @@ class Follower:
         known = [name for name in rounded if name is not None]
         forms = {self.program.values[name].form for name in known}
         chosen = known if len(known) == len(names) and len(forms) == 1 else names
-        reads = tuple(self._read(name, place(step)) for name in chosen)
+        reads = tuple(self._read(name, named(step)) for name in chosen)
         for draft in self.drafts:  # joined in two forms: it is one tensor
             if draft.kind == "concat" and _same(draft.reads, reads):
                 self.holds[step.outputs[0]] = (draft.y, False)
@@ -282,7 +282,7 @@ class Follower:
         lost = number[number.half().float() != number]
         if len(lost):
             raise ValueError(
-                f"export_sparse_onnx: {place(step)}{location(self.source, step)} takes "
+                f"export_sparse_onnx: {named(step)}{location(self.source, step)} takes "
                 f"{float(lost[0]):g}, which float16 does not hold, and the file holds no other "
                 f"constants: write {float(lost[0].half())!r} in its place"
             )
@@ -316,7 +316,7 @@ class Follower:
         self._check_half(step, number)
         adds = what != "mul"
         if bool((number == (0 if adds else 1)).all()):
-            self.holds[step.outputs[0]] = self._tensor(x.name, place(step))
+            self.holds[step.outputs[0]] = self._tensor(x.name, named(step))
             return
         factor, shift = (torch.ones(1), number) if adds else (number, torch.zeros(1))
         reads = (self._operand(x, step),)
@@ -349,8 +349,8 @@ class Follower:
         (axis,) = [axis] if isinstance(axis, int) else axis
         _, _, channels = self.selected.channels(name)
         behind = channels.movedim(axis % 3 - 1, -1).reshape(-1)
-        tensor, relu = self._selection(name, behind, place(step))
-        return Reading(tensor, relu, self.program.values[name].form, place(step))
+        tensor, relu = self._selection(name, behind, named(step))
+        return Reading(tensor, relu, self.program.values[name].form, named(step))
 
     def _selection(self, name: str, channels: Tensor, by: str) -> tuple[str, bool]:
         """The tensor of a value's selected channels, and whether it is after a ReLU."""
@@ -384,10 +384,10 @@ class Follower:
         name = getattr(arg, "name", None)
         if not isinstance(name, str) or not self._is_tensor(name):
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} takes {arg!r}; the dialect has operators of "
+                f"export_sparse_onnx: {named(step)} takes {arg!r}; the dialect has operators of "
                 "tensors only, no constants"
             )
-        return self._read(name, place(step))
+        return self._read(name, named(step))
 
     def _read(self, name: str, by: str) -> Reading:
         tensor, relu = self._tensor(name, by)
@@ -417,7 +417,7 @@ class Follower:
     def _where(self, by: str) -> str:
         """A consumer, with file and line for the current step."""
         step = self.at
-        return by + (location(self.source, step) if step and by == place(step) else "")
+        return by + (location(self.source, step) if step and by == named(step) else "")
 
 
 def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from bevquant_graph import Guard
 from bevquant_int8sim import quantize, quantize_bias
+from bevquant_int8sim.model import Geometry
+from bevquant_sparse import build_rulebook
 
 Sizes = tuple[int, ...]
 _STEPS = 127
@@ -102,10 +104,19 @@ class Window:
         return self.subm or still
 
     @property
-    def geometry(self) -> tuple[Sizes | bool, ...]:
+    def geometry(self) -> Geometry:
         """Parameters that determine the pairs on a set of voxels."""
         sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
-        return (*sizes, self.keeps_voxels)
+        return Geometry(*sizes, (0, 0, 0), self.keeps_voxels, False, self.inverse)
+
+    def output_on(self, grid: Sizes) -> tuple[Sizes, Sizes]:
+        """Padding and grid of the output: those of the rulebook, which checks them too."""
+        nothing, sizes = torch.zeros(0, 4, dtype=torch.int32), self.geometry.numbers()[:4]
+        try:
+            rulebook = build_rulebook(nothing, grid, *sizes, subm=self.keeps_voxels, batch_size=1)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return tuple(rulebook.padding), tuple(rulebook.out_shape)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY
-from bevquant_export.sparse._axes import Voxels
 from bevquant_export.sparse._check_graph import numbered, tensor_ranges
 from bevquant_export.sparse._graph import Graph, Node, first_on_input
 from bevquant_export.sparse._proto import read_graph, recorded
@@ -23,6 +22,7 @@ from bevquant_export.sparse.portable._lower import LayerOutput, Lowered
 from bevquant_export.targets._cpu import refuse_saturation
 from bevquant_graph import Sizes, check_guards
 from bevquant_int8sim import Recorded, SparseOutput
+from bevquant_int8sim.model import Coords
 
 _STEPS = 127
 _MODES = ("int8", "float")
@@ -134,7 +134,7 @@ class SparseOnnxModel:
             if grid != self._grid:
                 raise ValueError(f"spatial_shape={grid}: a portable file has one, {self._grid}")
             return self._in_onnxruntime(features.float(), coords, int(batch_size), mode, see)
-        voxels = Voxels(coords.to(torch.int32).contiguous(), grid, int(batch_size))
+        voxels = Coords(coords.to(torch.int32).contiguous(), grid, int(batch_size))
         ranges = tensor_ranges(self.graph) if mode == "int8" else None
         run = FrameRun(self.graph, ranges, self.backend, see)
         return run.run(features.float(), voxels)

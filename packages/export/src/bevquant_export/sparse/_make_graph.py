@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from bevquant_export.sparse._channel_permutations import with_channel_permutatio
 from bevquant_export.sparse._check_graph import check_rulebooks
 from bevquant_export.sparse._compare import frame_of
 from bevquant_export.sparse._conv_node import ConvWriter, TensorForm, agreed_forms
-from bevquant_export.sparse._follow import Draft, Followed, place
+from bevquant_export.sparse._follow import Draft, Followed, named
 from bevquant_export.sparse._graph import (
     Add,
     Concat,
@@ -39,7 +39,6 @@ from bevquant_export.sparse._steps import Bodies
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim import program as integer_program
 from bevquant_int8sim.program import Step
-from bevquant_sparse import build_rulebook
 
 _STEPS = 127
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -135,21 +134,18 @@ class _NodeWriter(ConvWriter):
         )  # fmt: skip
 
     def _pool(self, draft: Draft) -> Pool:
-        (x,), grid = draft.reads, self.seen[draft.y].grid
+        (x,), grid = draft.reads, self._axes(self.seen[draft.y].grid)
         kernel, stride, padding, dilation, _, subm, *_ = draft.step.args[4:]
-        windows = (kernel, stride, padding, dilation)
-        nothing = torch.zeros(0, 1 + len(grid), dtype=torch.int32)
-        rulebook = build_rulebook(nothing, grid, *windows, subm=subm, batch_size=1)
-        return Pool(
+        pool = Pool(
             path=draft.step.path, x=x.tensor, y=draft.y,
             kernel_size=self._axes(kernel), stride=self._axes(stride),
             padding=self._axes(padding, 0), dilation=self._axes(dilation),
             subm=subm, rulebook=draft.step.args[3] or "",
-            input_spatial_shape=self._axes(grid),
-            output_spatial_shape=self._axes(rulebook.out_shape),
+            input_spatial_shape=grid, output_spatial_shape=grid,
             output_precision=self._without_relu(draft).precision,
             input_range=None if isinstance(x.form, str) else self.forms[x.tensor].amax,
         )  # fmt: skip
+        return replace(pool, output_spatial_shape=pool.output_on(grid)[1])
 
     def _steps(self, draft: Draft) -> Steps:
         between, made, bodies = draft.between, self.forms[draft.y], self.bodies
@@ -178,12 +174,12 @@ class _NodeWriter(ConvWriter):
         range_x, range_other = (self.forms[r.tensor].amax for r in (x, other))
         if integer and any(isinstance(r.form, str) for r in (x, other)):
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} adds what nothing quantizes; quantize both "
+                f"export_sparse_onnx: {named(step)} adds what nothing quantizes; quantize both "
                 "operands with one quantizer (QuantConfig(quantize_add=True))"
             )
         if integer and range_x != range_other:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} adds tensors of the ranges {range_x:g} "
+                f"export_sparse_onnx: {named(step)} adds tensors of the ranges {range_x:g} "
                 f"and {range_other:g}; the engine wants one: share one quantizer "
                 "(bevquant_qnn.QuantAdd)"
             )
@@ -202,7 +198,7 @@ class _NodeWriter(ConvWriter):
         ranges = {self.forms[r.tensor].amax for r in draft.reads} if integer else {None}
         if len(ranges) > 1 or (integer and made.amax not in (None, *ranges)):
             raise ValueError(
-                f"export_sparse_onnx: {place(draft.step)} joins tensors of the ranges "
+                f"export_sparse_onnx: {named(draft.step)} joins tensors of the ranges "
                 f"{', '.join(f'{r:g}' for r in ranges if r is not None)}, read in "
                 f"{made.amax or 'float'}; one is wanted: share one quantizer "
                 "(bevquant_qnn.QuantConcat)"
@@ -223,7 +219,7 @@ class _NodeWriter(ConvWriter):
     def _without_relu(self, draft: Draft) -> TensorForm:
         if self.forms[draft.y].relu:
             raise ValueError(
-                f"export_sparse_onnx: {place(draft.step)}: a ReLU follows; the dialect has it "
+                f"export_sparse_onnx: {named(draft.step)}: a ReLU follows; the dialect has it "
                 "behind a convolution or an addition: apply it before"
             )
         return self.forms[draft.y]
@@ -235,7 +231,7 @@ class _NodeWriter(ConvWriter):
         (x,), made = draft.reads, self.forms[draft.y]
         if made.relu or made.amax is not None or not isinstance(x.form, str):
             raise ValueError(
-                f"export_sparse_onnx: {place(draft.step)}: what follows it is a ReLU or a "
+                f"export_sparse_onnx: {named(draft.step)}: what follows it is a ReLU or a "
                 "quantized layer on the dense grid, which the engine does not have: "
                 f"{BEHIND_DENSE}"
             )
@@ -271,7 +267,7 @@ class _NodeWriter(ConvWriter):
         if not keeps:
             seen = self.seen[draft.y]
             raise ValueError(
-                f"export_sparse_onnx: {place(draft.step)} moves the batch axis from {seen.read} to "
+                f"export_sparse_onnx: {named(draft.step)} moves the batch axis from {seen.read} to "
                 f"{seen.made}; keep it first"
             )
 
@@ -279,7 +275,7 @@ class _NodeWriter(ConvWriter):
 def _permutation(draft: Draft, rank: int) -> tuple[int, ...]:
     """The permutation of the axes, from the sizes of a probe."""
     if rank > len(_PRIMES):
-        raise ValueError(f"export_sparse_onnx: {place(draft.step)} permutes {rank} axes")
+        raise ValueError(f"export_sparse_onnx: {named(draft.step)} permutes {rank} axes")
     function: Any = draft.step.target
     probe = torch.empty(_PRIMES[:rank], device="meta")
     made = function(probe, *draft.step.args[1:], **draft.step.kwargs)

@@ -80,7 +80,7 @@ def bound(voxels: int, head_room: float) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class Sparse:
     """A tensor on voxels."""
 
     value: Tensor  # ``[rows, channels]``, integers or floats
@@ -90,9 +90,9 @@ class Made:
 
 def reference_of(
     integers: IntegerModel, inputs: Any
-) -> tuple[dict[str, list[Made]], Any, dict[str, Tensor]]:
+) -> tuple[dict[str, list[Sparse]], Any, dict[str, Tensor]]:
     """Results at each module, result of the model, and voxels of values by name."""
-    found: dict[str, list[Made]] = {}
+    found: dict[str, list[Sparse]] = {}
     places: dict[str, Tensor] = {}
     waiting: dict[str, tuple[Step, Tensor]] = {}  # computed before any voxels are known
 
@@ -102,7 +102,7 @@ def reference_of(
         if step is None or value is None or len(value) != len(indices):
             return
         places[name] = indices
-        found.setdefault(step.path, []).append(Made(value, _scale(integers, name), indices))
+        found.setdefault(step.path, []).append(Sparse(value, _scale(integers, name), indices))
         for source in step.inputs:
             stands(source, indices)
 
@@ -125,7 +125,7 @@ def reference_of(
         name = step.outputs[0]
         if name in places and isinstance(made[0], Tensor) and made[0].dim() == 2:
             found.setdefault(step.path, []).append(
-                Made(made[0], _scale(integers, name), places[name])
+                Sparse(made[0], _scale(integers, name), places[name])
             )
         elif made and isinstance(made[0], Tensor) and made[0].dim() == 2:
             waiting[name] = step, made[0]

@@ -63,11 +63,6 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
     return made
 
 
-def is_portable(model: ModelProto) -> bool:
-    """Whether a model is, or claims to be, a portable sparse encoder."""
-    return any(entry.domain == DOMAIN for entry in model.opset_import)
-
-
 def portable_graph(model: ModelProto) -> Graph:
     """The graph that a portable model was written from."""
     kept = [entry.value for entry in model.metadata_props if entry.key == _KEY]
@@ -173,7 +168,7 @@ def graph_of_bytes(content: bytes, *, extensions: bool = False) -> Graph:
     """
     model = _parsed(content)
     guards = guards_of(model)
-    if is_portable(model):
+    if any(entry.domain == DOMAIN for entry in model.opset_import):
         return replace(portable_graph(model), guards=guards)
     graph = _graph(model.graph, (*OPERATORS, *EXTENSIONS) if extensions else OPERATORS)
     check_graph(graph)

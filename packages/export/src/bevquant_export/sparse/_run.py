@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._axes import Voxels, convolved, refuse_more
+from bevquant_export.sparse._axes import refuse_more
 from bevquant_export.sparse._channel_permutations import permutes_channels
 from bevquant_export.sparse._graph import (
     Add,
@@ -30,9 +30,11 @@ from bevquant_int8sim import (
     dequantize,
     int8_add,
     int8_sparse_conv,
+    plan_rulebook,
     quantize,
     requantize,
 )
+from bevquant_int8sim.model import Coords
 from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, sparse_max_pool, to_dense
 
 _STEPS = 127
@@ -40,7 +42,7 @@ _STEPS = 127
 See = Callable[[Node, float | None, Callable[[], Tensor], Tensor | None], None]
 
 
-class FrameRun(GraphWalk[Tensor, Voxels]):
+class FrameRun(GraphWalk[Tensor, Coords]):
     """One call, on kernels of ``bevquant_int8sim``; `see` is called with every node's result."""
 
     def __init__(
@@ -52,9 +54,11 @@ class FrameRun(GraphWalk[Tensor, Voxels]):
     ) -> None:
         super().__init__(graph, ranges)
         self.backend, self.see = backend, see
-        self._strided: dict[str, tuple[Rulebook, Voxels]] = {}
+        windows = (node for node in graph.nodes if isinstance(node, Conv | Pool))
+        self._strided = {w.rulebook for w in windows if w.rulebook and not (w.subm or w.inverse)}
+        self._distinct: list[Coords] = []
 
-    def run(self, features: Tensor, voxels: Voxels) -> tuple[Tensor | SparseOutput, ...]:
+    def run(self, features: Tensor, voxels: Coords) -> tuple[Tensor | SparseOutput, ...]:
         """Outputs of the graph."""
         self.states[self.graph.input] = Floats(name=self.graph.input, tensor=features)
         self.voxels[self.graph.input] = voxels
@@ -111,15 +115,33 @@ class FrameRun(GraphWalk[Tensor, Voxels]):
 
     # Nodes
 
-    def _apart(self, one: Voxels, other: Voxels) -> str:
+    def _apart(self, one: Coords, other: Coords) -> str:
         same = one is other or torch.equal(one.indices, other.indices)
         return "" if same else f" ({len(one.indices)} and {len(other.indices)})"
 
-    def _neighbours(self, node: Conv | Pool) -> tuple[Rulebook, Voxels]:
-        rulebook, made = convolved(self.on_voxels(node, node.x), node, self._strided)
+    def _neighbours(self, node: Conv | Pool) -> tuple[Rulebook, Coords]:
+        coords, geometry = self.on_voxels(node, node.x), node.geometry
+        if node.inverse and node.rulebook not in self._strided:
+            raise ValueError(
+                f"{node.name}: nothing to invert: no strided convolution has the rulebook "
+                f"{node.rulebook!r}"
+            )
+        if geometry.keeps_rows and coords not in self._distinct:
+            self._check(coords, node.name)
+        rulebook, made = coords.convolved(geometry, node.rulebook or None, node.name)
         if self.graph.bounded and isinstance(node, Conv):
             refuse_more(made, node)
         return rulebook, made
+
+    def _check(self, coords: Coords, reader: str) -> None:
+        """Refuse repeated voxels and those outside of the grid, as larger kernels do."""
+        try:
+            plan_rulebook(
+                coords.indices, coords.spatial_shape, 1, subm=True, batch_size=coords.batch_size
+            )
+        except ValueError as error:
+            raise ValueError(f"{reader}: {error}") from error
+        self._distinct.append(coords)
 
     def _convolved(
         self, node: Conv, x: Tensor, rows: Rulebook, amax: float | None
@@ -171,7 +193,7 @@ class FrameRun(GraphWalk[Tensor, Voxels]):
     def _taken(self, tensor: Tensor, channels: Sizes, name: str, path: str, axis: int) -> Tensor:
         return tensor.index_select(axis, torch.tensor(channels, device=tensor.device))
 
-    def _called(self, node: Steps, read: list[Tensor], places: Sequence[Voxels]) -> Tensor:
+    def _called(self, node: Steps, read: list[Tensor], places: Sequence[Coords]) -> Tensor:
         frames = self.voxels[self.graph.input].batch_size
         if node.frames not in (0, frames):
             raise ValueError(
@@ -181,10 +203,10 @@ class FrameRun(GraphWalk[Tensor, Voxels]):
         inputs = [*read, *(voxels.indices.long() for voxels in places), torch.tensor([frames])]
         made = run_body(node.body, inputs, made=1 + bool(node.grid))
         if node.grid:
-            self.voxels[node.y] = Voxels(made[1], node.grid, frames)
+            self.voxels[node.y] = Coords(made[1], node.grid, frames)
         return made[0]
 
-    def _scattered(self, node: Scatter, x: Tensor, voxels: Voxels) -> Tensor:
+    def _scattered(self, node: Scatter, x: Tensor, voxels: Coords) -> Tensor:
         return to_dense(x, voxels.indices, voxels.spatial_shape, voxels.batch_size)
 
     def _laid_out(self, node: LayoutOp, x: Tensor) -> Tensor:

@@ -190,17 +190,19 @@ def beside_floats(
     return timed(onnx.ModelProto.FromString(content), floats, given, open_session)
 
 
-def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
+def refuse_departures(
+    rows: Iterable[LayerDifference], caller: str, *, same_arithmetic: bool = False
+) -> None:
     """Raise at the first layer with more difference than rounding explains, see `check_tensors`."""
     rows = tuple(rows)
-    for row, check in zip(rows, check_tensors(rows), strict=True):
+    checks = check_tensors(rows, same_arithmetic=same_arithmetic)
+    for row, check in zip(rows, checks, strict=True):
         if check.is_right:
             continue
         what = f"values differ by up to {row.largest:.3g} where the largest is {row.size:.3g}"
-        if row.form == "int8":
-            what = (
-                f"{row.different:,} of {row.elements:,} integers differ, by up to {row.largest:g}"
-            )
+        if check.different is not None:
+            kind = "integers" if check.form == "int8" else "values"
+            what = f"{row.different:,} of {row.elements:,} {kind} differ, by up to {row.largest:g}"
         raise ValueError(
             f"{caller}{row.node} ({row.path or 'the result'}) departs from the integer model: "
             f"{what}; nothing was written. verify=False writes it all the same"

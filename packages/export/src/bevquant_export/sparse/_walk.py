@@ -7,7 +7,7 @@ the form that it needs, whatever the stored form.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -95,7 +95,8 @@ class GraphWalk(ABC, Generic[T, V]):
         """All nodes; a state is dropped after its last consumer."""
         last = {name: i for i, node in enumerate(self.graph.nodes) for name in node.inputs}
         for number, node in enumerate(self.graph.nodes):
-            made = _STEPS[type(node)](self, node)
+            kind = "layout_op" if isinstance(node, LayoutOp) else node.kind
+            made: State[T] = getattr(self, f"_{kind}")(node)
             # A sum in front of a Relu is rounded once, after the Relu.
             summed = isinstance(node, Add) and node.y in self._before_relu
             self.states[node.y] = made if summed else self._stored(made, node)
@@ -309,17 +310,3 @@ class GraphWalk(ABC, Generic[T, V]):
     # Transposed or reshaped
     @abstractmethod
     def _laid_out(self, node: LayoutOp, x: T) -> T: ...
-
-
-_STEPS: dict[type[Node], Callable[[Any, Any], State[Any]]] = {
-    Conv: GraphWalk._conv,
-    Add: GraphWalk._add,
-    Relu: GraphWalk._relu,
-    Concat: GraphWalk._concat,
-    Fold: GraphWalk._fold,
-    Select: GraphWalk._select,
-    Pool: GraphWalk._pool,
-    Steps: GraphWalk._steps,
-    Scatter: GraphWalk._scatter,
-    LayoutOp: GraphWalk._layout_op,
-}

@@ -33,13 +33,6 @@ _AXES = 3
 _PADDING = 2  # place among kernel, stride, padding and dilation
 
 
-def _keeps_rows(window: Window) -> bool:
-    """Whether every row has itself as its only neighbour."""
-    ones = (1,) * _AXES
-    still = window.subm or not any(window.padding)
-    return window.kernel_size == window.stride == ones and still and not window.inverse
-
-
 class Voxels:
     """Writes the steps of a program that depend on coordinates of voxels.
 
@@ -254,7 +247,7 @@ class Voxels:
             kernel_size=kernel, stride=stride, padding=padding, dilation=dilation,
             subm=bool(subm), inverse=bool(inverse), rulebook=key or "", name=name,
         )  # fmt: skip
-        if _keeps_rows(window):
+        if window.geometry.keeps_rows and not inverse:  # each row is its own only neighbour
             return None, voxel_set
         voxel_set = self._distinct(voxel_set)
         around = self._around[voxel_set.maker]

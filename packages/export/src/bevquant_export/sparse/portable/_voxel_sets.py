@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from bevquant_export.sparse._graph import Sizes, Window
 from bevquant_export.sparse.portable._emit import Settings
-from bevquant_sparse import build_rulebook
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,26 +84,19 @@ class Surroundings:
         """Table of rows that a convolution reads, and the voxels of its output."""
         if conv.inverse:
             return self._inverse(voxel_set, conv)
-        subm, key = conv.keeps_voxels, conv.geometry
-        padding, grid = _geometry(voxel_set, conv, subm=subm)
-        if key not in voxel_set.known:
-            voxel_set.known[key] = self._forward(voxel_set, conv, padding, grid, subm=subm)
-        rows, made = voxel_set.known[key]
+        padding, grid = conv.output_on(voxel_set.grid)
+        if conv.geometry not in voxel_set.known:
+            voxel_set.known[conv.geometry] = self._forward(voxel_set, conv, padding, grid)
+        rows, made = voxel_set.known[conv.geometry]
         if not conv.subm and conv.rulebook:
             self._strided[conv.rulebook] = conv, padding, voxel_set, made
         return rows, made
 
     def _forward(
-        self, voxel_set: VoxelSet, conv: Window, padding: Sizes, grid: Sizes, *, subm: bool
+        self, voxel_set: VoxelSet, conv: Window, padding: Sizes, grid: Sizes
     ) -> tuple[str, VoxelSet]:
-        settings: Settings = {
-            "kernel_size": conv.kernel_size,
-            "stride": conv.stride,
-            "padding": padding,
-            "dilation": conv.dilation,
-        }
         made = voxel_set
-        if not subm:
+        if not conv.keeps_voxels:
             open = ""
             if voxel_set.open:
                 assert self.behind is not None
@@ -115,16 +105,10 @@ class Surroundings:
                 "StridedVoxels",
                 [voxel_set.voxels, self.batch_size],
                 f"{conv.name}.voxels",
-                {**settings, "output_spatial_shape": open or grid},
+                {**_settings(conv, padding), "output_spatial_shape": open or grid},
             )
             made = VoxelSet(voxels, grid, conv.name, open=open)
-        pillars, cells, _ = self.map_of(voxel_set)
-        (rows,) = self.call(
-            f"Neighbours{voxel_set.column}",
-            [made.voxels, pillars, cells],
-            f"{conv.name}.rows",
-            {**settings, "spatial_shape": voxel_set.shape},
-        )
+        rows = self._rows("Neighbours", made, voxel_set, _settings(conv, padding), conv.name)
         return rows, made
 
     def _inverse(self, voxel_set: VoxelSet, conv: Window) -> tuple[str, VoxelSet]:
@@ -142,29 +126,25 @@ class Surroundings:
             )
         key = ("inverse", conv.rulebook, partner.name)
         if key not in voxel_set.known:
-            pillars, cells, _ = self.map_of(voxel_set)
-            (rows,) = self.call(
-                f"InverseNeighbours{voxel_set.column}",
-                [before.voxels, pillars, cells],
-                f"{conv.name}.rows",
-                {
-                    "spatial_shape": voxel_set.shape,
-                    "kernel_size": partner.kernel_size,
-                    "stride": partner.stride,
-                    "padding": padding,
-                    "dilation": partner.dilation,
-                },
-            )
+            settings = _settings(partner, padding)
+            rows = self._rows("InverseNeighbours", before, voxel_set, settings, conv.name)
             voxel_set.known[key] = rows, before
         return voxel_set.known[key]
 
+    def _rows(
+        self, function: str, made: VoxelSet, read: VoxelSet, settings: Settings, name: str
+    ) -> str:
+        """Table of the rows of `read` for each voxel of `made`."""
+        pillars, cells, _ = self.map_of(read)
+        inputs = [made.voxels, pillars, cells]
+        settings = {**settings, "spatial_shape": read.shape}
+        return self.call(f"{function}{read.column}", inputs, f"{name}.rows", settings)[0]
 
-def _geometry(voxel_set: VoxelSet, conv: Window, *, subm: bool) -> tuple[Sizes, Sizes]:
-    """Padding and grid of the output: those of the rulebook, which checks them too."""
-    nothing = torch.zeros(0, 4, dtype=torch.int32)
-    sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation)
-    try:
-        rulebook = build_rulebook(nothing, voxel_set.grid, *sizes, subm=subm, batch_size=1)
-    except ValueError as error:
-        raise ValueError(f"{conv.name}: {error}") from error
-    return tuple(rulebook.padding), tuple(rulebook.out_shape)
+
+def _settings(conv: Window, padding: Sizes) -> Settings:
+    return {
+        "kernel_size": conv.kernel_size,
+        "stride": conv.stride,
+        "padding": padding,
+        "dilation": conv.dilation,
+    }

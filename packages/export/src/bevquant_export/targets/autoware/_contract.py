@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Finding, Graph, Node, quoted
+from bevquant_export.lint._spconv_graph import output_grid
 from bevquant_export.lint._tensors import shape_of, values
 from bevquant_export.targets.autoware._bindings import STAGES, rule, stages_of
 from bevquant_export.targets.autoware._plugin import DOMAIN, SLOTS, quantized_weight
@@ -320,11 +321,10 @@ def _geometry(node: Node) -> dict[str, list[int]]:
 
 
 def _out_grid(before: dict[str, list[int]]) -> list[int] | None:
-    names = ("spatial_shape", "padding", "dilation", "ksize", "stride")
+    names = ("spatial_shape", "ksize", "stride", "padding", "dilation")
     if any(name not in before for name in names) or min(before["stride"]) < 1:
         return None
-    columns = zip(*(before[name] for name in names), strict=True)
-    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in columns]
+    return output_grid(*(before[name] for name in names))
 
 
 def _fields(node: Node, wanted: dict[str, int], later: dict[str, int]) -> Iterator[Finding]:

@@ -120,14 +120,10 @@ class GraphWriter:
     def _write(self, node: Node) -> None:
         if isinstance(node, Conv):
             self._conv(node)
-        elif isinstance(node, Add):
-            made = self._unique(f"{node.path or node.name}.sum")
-            self.names[node.y] = self._node("Add", [self.names[node.x], self.names[node.other]],
-                                            [made])  # fmt: skip
-            self.coords[node.y] = self.coords[node.x]
-        elif isinstance(node, Relu):
-            made = self._unique(f"{node.path or node.name}.relu")
-            self.names[node.y] = self._node("Relu", [self.names[node.x]], [made])
+        elif isinstance(node, Add | Relu):
+            made = f"{node.path or node.name}.{'sum' if isinstance(node, Add) else 'relu'}"
+            read = [self.names[name] for name in node.inputs]
+            self.names[node.y] = self._node(type(node).__name__, read, [self._unique(made)])
             self.coords[node.y] = self.coords[node.x]
         elif isinstance(node, Scatter):
             self._scatter(node)
@@ -281,8 +277,8 @@ class GraphWriter:
     def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
         from onnx import numpy_helper
 
-        self.constants.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(
-            value.shape), name))  # fmt: skip
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        self.constants.append(numpy_helper.from_array(array, name))
         return name
 
     def _value(self, name: str, kind: int, shape: list[Any]) -> None:

@@ -21,7 +21,7 @@ from bevquant_export.sparse._compare import frame_of
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._make_graph import sparse_graph
-from bevquant_export.sparse._verify import with_note
+from bevquant_export.sparse._verify import refuse_departures, with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._plugin import AutowareFile
 from bevquant_export.targets.autoware._reference import compare_autoware_onnx
@@ -304,14 +304,10 @@ def _verified(
     with TemporaryDirectory() as folder:
         unnamed = replace(file, path=write_whole(Path(folder) / file.path.name, content))
         rows = compare_autoware_onnx(unnamed, inputs)
-    for row in rows:
-        if row.different:
-            raise ValueError(
-                f"export_autoware_onnx: when the file is run by the definition of the plugin's "
-                f"operators, {row.node} ({row.path or 'the result'}) departs from the integer "
-                f"model: {row.different:,} of {row.elements:,} values differ, by up to "
-                f"{row.largest:g}; nothing was written. verify=False writes it all the same"
-            )
+    caller = (
+        "export_autoware_onnx: when the file is run by the definition of the plugin's operators, "
+    )
+    refuse_departures(rows, caller, same_arithmetic=True)
     return rows
 
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from bevquant_export._differences import LayerDifference
 from bevquant_export.lint._read import load_model
-from bevquant_export.sparse._axes import Voxels
 from bevquant_export.sparse._compare import counted
 from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu
-from bevquant_export.sparse._observe import Made
+from bevquant_export.sparse._observe import Sparse
 from bevquant_export.sparse._run import FrameRun
 from bevquant_export.sparse._walk import State
 from bevquant_export.targets.autoware._plugin import (
@@ -35,6 +34,7 @@ from bevquant_export.targets.autoware._plugin import (
     quantized_weight,
 )
 from bevquant_int8sim import int8_sparse_conv, quantize
+from bevquant_int8sim.model import Coords
 from bevquant_sparse import Rulebook, WeightLayout, sparse_conv
 
 _ACTIVATIONS = {0: "none", 1: "ReLU", 2: "sigmoid", 3: "leaky ReLU"}
@@ -327,12 +327,12 @@ def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDiffere
         tensor = file.tensors[node.y]
         if isinstance(node, Conv | Add | Relu) and node.y not in before_relu:
             place = made[file.coords[node.y]]
-            got = Made(made[tensor], None, place)
+            got = Sparse(made[tensor], None, place)
             rows.append(counted(node.path or tensor, node.path, got, wanted[node.y]))
     for output in file.graph.outputs:
-        got = Made(made[file.tensors[output]], None, torch.empty(0))
+        got = Sparse(made[file.tensors[output]], None, torch.empty(0))
         if output not in file.coords:
-            want = Made(wanted[output].value, None, torch.empty(0))
+            want = Sparse(wanted[output].value, None, torch.empty(0))
             rows.append(counted("output", "", got, want))
     return tuple(rows)
 
@@ -342,10 +342,10 @@ class _PluginRun(FrameRun):
 
     def __init__(self, graph: Graph, *, fused: bool) -> None:
         super().__init__(replace(graph, bounded=False), None, "auto", self._keep)
-        self.fused, self.results = fused, dict[str, Made]()
+        self.fused, self.results = fused, dict[str, Sparse]()
 
     def _keep(self, node: Node, scale: float | None, value: Any, indices: Tensor | None) -> None:
-        self.results[node.y] = Made(value(), None, torch.empty(0) if indices is None else indices)
+        self.results[node.y] = Sparse(value(), None, torch.empty(0) if indices is None else indices)
 
     def _convolved(
         self, node: Conv, x: Tensor, rows: Rulebook, amax: float | None
@@ -356,11 +356,11 @@ class _PluginRun(FrameRun):
 @torch.no_grad()
 def _simulated(
     graph: Graph, features: Tensor, coords: Tensor, *, fused: bool
-) -> Mapping[str, Made]:
+) -> Mapping[str, Sparse]:
     """Every tensor of the graph."""
     grid = next(n.input_spatial_shape for n in graph.nodes if isinstance(n, Conv))
     run = _PluginRun(graph, fused=fused)
-    run.run(features.half(), Voxels(coords.to(torch.int32).contiguous(), grid, 1))
+    run.run(features.half(), Coords(coords.to(torch.int32).contiguous(), grid, 1))
     return run.results
 
 
