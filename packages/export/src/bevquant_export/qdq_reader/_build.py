@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from bevquant_export.qdq_reader._constants import (
     constant_of,
     dequantized,
     identifier,
-    item,
     quantized,
     raw,
     refusal,
@@ -374,7 +374,7 @@ class Builder:
         if op in _SEVERAL:
             for number, name in enumerate(node.output):
                 if name:
-                    self.nodes[name] = self.graph.call_function(item, (made, number))
+                    self.nodes[name] = self.graph.call_function(getitem, (made, number))
         elif len([n for n in outputs if self._users[n]]) > 1 or not outputs:
             raise ValueError(f"{len(outputs)} outputs are read; expected the first one alone")
         else:

@@ -226,11 +226,6 @@ def attributes_of(node: Any) -> dict[str, Any]:
     return found
 
 
-def item(values: Any, index: int) -> Any:
-    """One of several outputs."""
-    return values[index]
-
-
 def identifier(name: str) -> str:
     """A name of the file as one of Python."""
     text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "value"

@@ -16,17 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bevquant_qnn
 from bevquant_export.qdq_reader._constants import Array, Grid, Stored, raw, value_of
-from bevquant_export.qdq_reader._operators import numbers, op, tensor
-from bevquant_qnn import (
-    QuantConv1d,
-    QuantConv2d,
-    QuantConv3d,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantConvTranspose3d,
-    QuantLinear,
-)
+from bevquant_export.qdq_reader._operators import OPERATORS, numbers, op, tensor
 from bevquant_quantizers import AffineQuantizer
 
 # Operators of layers: norms, convolution, pooling, resizing and sampling of grids.
@@ -34,18 +26,17 @@ from bevquant_quantizers import AffineQuantizer
 
 # Norms
 
-
-@op("LayerNormalization")
-def _layer_norm(
-    x: Tensor, scale: Any, bias: Any = None, axis: int = -1, epsilon: float = 1e-5, **_: Any
-) -> Tensor:
-    shape = x.shape[axis % x.dim() :]
-    return F.layer_norm(x, shape, tensor(scale), None if bias is None else tensor(bias), epsilon)
-
-
-@op("RMSNormalization")
-def _rms_norm(x: Tensor, scale: Any, axis: int = -1, epsilon: float = 1e-5, **_: Any) -> Tensor:
-    return F.rms_norm(x, x.shape[axis % x.dim() :], tensor(scale), epsilon)
+OPERATORS |= {
+    "LayerNormalization": lambda x, scale, bias=None, axis=-1, epsilon=1e-5, **_: F.layer_norm(
+        x, x.shape[axis % x.dim() :], tensor(scale), tensor(bias), epsilon
+    ),
+    "RMSNormalization": lambda x, scale, axis=-1, epsilon=1e-5, **_: F.rms_norm(
+        x, x.shape[axis % x.dim() :], tensor(scale), epsilon
+    ),
+    "InstanceNormalization": lambda x, scale, bias, epsilon=1e-5: F.instance_norm(
+        x, weight=tensor(scale), bias=tensor(bias), eps=epsilon
+    ),
+}
 
 
 @op("GroupNormalization")
@@ -56,11 +47,6 @@ def _group_norm(
     # Before opset 21 there is one scale per group.
     gain, shift = (v.repeat_interleave(x.shape[1] // len(v)) for v in weights)
     return F.group_norm(x, num_groups, gain, shift, epsilon)
-
-
-@op("InstanceNormalization")
-def _instance_norm(x: Tensor, scale: Any, bias: Any, epsilon: float = 1e-5) -> Tensor:
-    return F.instance_norm(x, weight=tensor(scale), bias=tensor(bias), eps=epsilon)
 
 
 @op("BatchNormalization")
@@ -108,7 +94,7 @@ def _max_pool(
     ends = window_pads(x.shape[2:], kernel_shape, step, spread, auto_pad, pads)
     if any(a != b or 2 * a > k for (a, b), k in zip(ends, kernel_shape, strict=True)):
         x, ends = padded(x, ends, float(torch.finfo(torch.float32).min)), [(0, 0)] * rank
-    pool: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]
+    pool: Any = getattr(F, f"max_pool{rank}d")
     sizes = [a for a, _ in ends]
     made: Tensor = pool(x, list(kernel_shape), step, sizes, spread, bool(ceil_mode))
     return made
@@ -124,7 +110,7 @@ def _average_pool(
     if any(d != 1 for d in dilations or ()):
         raise ValueError(f"dilations={dilations}; expected 1")
     ends = window_pads(x.shape[2:], kernel_shape, step, [1] * rank, auto_pad, pads)
-    pool: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
+    pool: Any = getattr(F, f"avg_pool{rank}d")
 
     def pooled(values: Tensor, sizes: list[int], count: bool) -> Tensor:
         made: Tensor = pool(values, list(kernel_shape), step, sizes, bool(ceil_mode), count)
@@ -149,9 +135,8 @@ def _conv(
     rank = weight.dim() - 2
     step, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
     ends = window_pads(x.shape[2:], weight.shape[2:], step, spread, auto_pad, pads)
-    convolve: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[rank]
-    shift = None if bias is None else tensor(bias)
-    made: Tensor = convolve(padded(x, ends), weight, shift, step, 0, spread, group)
+    convolve: Any = getattr(F, f"conv{rank}d")
+    made: Tensor = convolve(padded(x, ends), weight, tensor(bias), step, 0, spread, group)
     return made
 
 
@@ -208,15 +193,6 @@ def _grid_sample(
     return F.grid_sample(x, tensor(grid), kind, padding_mode, bool(align_corners))
 
 
-_CLASSES: dict[tuple[str, int], tuple[type[Any], type[Any]]] = {
-    ("Conv", 1): (nn.Conv1d, QuantConv1d),
-    ("Conv", 2): (nn.Conv2d, QuantConv2d),
-    ("Conv", 3): (nn.Conv3d, QuantConv3d),
-    ("ConvTranspose", 1): (nn.ConvTranspose1d, QuantConvTranspose1d),
-    ("ConvTranspose", 2): (nn.ConvTranspose2d, QuantConvTranspose2d),
-    ("ConvTranspose", 3): (nn.ConvTranspose3d, QuantConvTranspose3d),
-    ("Linear", 0): (nn.Linear, QuantLinear),
-}
 _BIAS_SCALE = 1e-5  # relative: s_b = s_x·s_w, multiplied in float32 by the tool that wrote the file
 
 
@@ -239,7 +215,7 @@ class Layer:
             grid: Of the input; None where it is not quantized, or not by one scale.
         """
         if not isinstance(self.weight, Stored) or grid is None:
-            return [self._module(0, _floats(self.weight), self._bias())]
+            return [self._module(False, _floats(self.weight), self._bias())]
         centred, own = self.weight.centred, self.weight.grid
         floats = own.float_bits is not None
         narrow = centred if floats else np.clip(centred, -128, 127)
@@ -247,13 +223,14 @@ class Layer:
         mixed = floats != (grid.float_bits is not None)
         # NaN of FP8 is among the rest.
         if mixed or not self._by_output(own) or not (abs(rest) < 128).all():
-            return [self._module(0, self.weight.value, self._bias())]
+            return [self._module(False, self.weight.value, self._bias())]
         parts = [narrow, rest] if rest.any() else [centred]
         step = self._step(own)
+        of_stored = step[0] if step.dim() > self._ndim else step  # broadcasts to the stored weight
         made = []
         for number, part in enumerate(parts):
-            values = torch.from_numpy(part.astype(np.float32)) * self._stored_step(step)
-            module = self._module(1, values.numpy(), None if number else self._bias())
+            values = torch.from_numpy(part.astype(np.float32)) * of_stored
+            module = self._module(True, values.numpy(), None if number else self._bias())
             module._input_quantizer = grid.quantizer(0)
             module._weight_quantizer = AffineQuantizer(step, float_bits=own.float_bits)
             if not number and not floats:
@@ -261,8 +238,9 @@ class Layer:
             made.append(module)
         return made
 
-    def _module(self, quantized: int, weight: Array, bias: Array | None) -> Any:
-        cls = _CLASSES[self.op, weight.ndim - 2 if self.op != "Linear" else 0][quantized]
+    def _module(self, quantized: bool, weight: Array, bias: Array | None) -> Any:
+        kind = self.op if self.op == "Linear" else f"{self.op}{weight.ndim - 2}d"
+        cls: Any = getattr(bevquant_qnn, f"Quant{kind}") if quantized else getattr(nn, kind)
         groups = self.settings.get("groups", 1)
         sizes = [weight.shape[1], weight.shape[0]]
         if self.op != "Linear":
@@ -301,10 +279,6 @@ class Layer:
     def _ndim(self) -> int:
         weight = self.weight.integers if isinstance(self.weight, Stored) else self.weight
         return int(weight.ndim)
-
-    def _stored_step(self, step: Tensor) -> Tensor:
-        """Scales in a shape that broadcasts to the weight as it is stored."""
-        return step[0] if step.dim() > self._ndim else step
 
     def _keep_bias(self, module: Any, grid: Grid, step: Tensor) -> None:
         """Hold the file's int32 bias, where its scale is s_x·s_w."""

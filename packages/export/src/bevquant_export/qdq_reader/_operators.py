@@ -35,9 +35,9 @@ _TYPES = {
 """Types of ``Cast``; every float is held in float32."""
 
 
-def tensor(value: Any) -> Tensor:
-    """A value as a tensor."""
-    if isinstance(value, Tensor):
+def tensor(value: Any) -> Any:
+    """A value as a tensor; None where it is left out."""
+    if value is None or isinstance(value, Tensor):
         return value
     if value.dtype == object:
         return torch.stack([torch.as_tensor(v) for v in value.ravel()]).reshape(value.shape)
@@ -143,15 +143,18 @@ OPERATORS |= {
     "Softmax": lambda x, axis=-1: torch.softmax(x, axis),
     "LogSoftmax": lambda x, axis=-1: torch.log_softmax(x, axis),
     "Einsum": lambda *x, equation: torch.einsum(equation, *map(tensor, x)),
-    "GlobalAveragePool": lambda x: _ADAPTIVE[x.dim() - 2](x, 1),
+    "GlobalAveragePool": lambda x: _pooled(x),
     "GlobalMaxPool": lambda x: x.amax(tuple(range(2, x.dim())), keepdim=True),
     "GatherElements": lambda x, index, axis=0: torch.gather(x, axis, tensor(index)),
     "CumSum": lambda x, axis: torch.cumsum(x, _integers(axis, "axis")[0]),
     "Size": lambda x: np.array(math.prod(x.shape), dtype=object),
 }
-_ADAPTIVE: dict[int, Any] = {
-    1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d,
-}  # fmt: skip
+
+
+def _pooled(x: Tensor) -> Tensor:
+    """The mean over all axes of the grid, in the form that has integers."""
+    made: Tensor = getattr(F, f"adaptive_avg_pool{x.dim() - 2}d")(x, 1)
+    return made
 
 
 @op("Dropout")
@@ -386,9 +389,8 @@ def _reduction(function: Function, of_sizes: Function | None = None) -> Function
 
 
 def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if x.dim() in (4, 5) and axes == list(range(2, x.dim())):  # which has an integer form
-        pooled: Tensor = _ADAPTIVE[x.dim() - 2](x, 1)
-        return pooled if keep else pooled.flatten(1)
+    if x.dim() in (4, 5) and axes == list(range(2, x.dim())):
+        return _pooled(x) if keep else _pooled(x).flatten(1)
     return x.mean(axes, keepdim=keep)
 
 
