@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 _FLOAT8 = {str(form.dtype).removeprefix("torch."): form.high for form in FLOAT8.values()}
 
 
+def negative(b: Bound) -> Bound:
+    return Bound(-b.high, -b.low, b.whole)
+
+
 def _monotone(function: Callable[[float], float], low: float = -INF) -> Rule:
     """Bound of an increasing function, defined from `low` on."""
 
@@ -55,14 +59,9 @@ def _monotone(function: Callable[[float], float], low: float = -INF) -> Rule:
     return bounded
 
 
-def _least_of(function: Callable[[float], float], least: float) -> Rule:
-    """Bound of an activation whose minimum is `least` and whose maximum is at an end."""
-
-    def bounded(at: Reading) -> Bound:
-        ends = [0.0 if end == -INF else float(function(end)) for end in at[0][:2]]
-        return Bound(min(least, *ends), max(0.0, *ends))
-
-    return bounded
+def _from(least: float) -> Rule:
+    """Bound of an activation whose minimum is `least`, and which is below max(x, 0)."""
+    return lambda at: Bound(least, max(at[0].high, 0.0))
 
 
 def _fixed(low: float, high: float, whole: bool = False) -> Rule:
@@ -71,12 +70,9 @@ def _fixed(low: float, high: float, whole: bool = False) -> Rule:
 
 def _add(at: Reading) -> Bound:
     a, b = at[0], at[1]
+    if at.node.op_type == "Sub":
+        b = negative(b)
     return Bound(a.low + b.low, a.high + b.high, a.whole and b.whole)
-
-
-def _sub(at: Reading) -> Bound:
-    a, b = at[0], at[1]
-    return Bound(a.low - b.high, a.high - b.low, a.whole and b.whole)
 
 
 def _clip(at: Reading) -> Bound:
@@ -143,20 +139,6 @@ def _cumulative(at: Reading) -> Bound:
     n = float(shape[int(axis.flat[0])] or 0)
     low, high = min(times(n, x.low), x.low, 0.0), max(times(n, x.high), x.high, 0.0)
     return Bound(low, high, x.whole)
-
-
-def _norm2(at: Reading) -> Bound:
-    squares = products.sum_of_squares(at)
-    return Bound(0.0, math.sqrt(squares.high))
-
-
-def _norm1(at: Reading) -> Bound:
-    return Bound(0.0, times(at.reduced(), at[0].largest), at[0].whole)
-
-
-def _log(at: Reading) -> Bound:
-    low, high = (-INF if end <= 0 else math.log(end) for end in at[0][:2])
-    return Bound(low, high)
 
 
 def _dequantize(at: Reading) -> Bound:
@@ -239,20 +221,8 @@ def _scattered(at: Reading) -> Bound:
     return found if at.attribute("reduction", "none") == "none" else UNKNOWN
 
 
-def _averaged(at: Reading) -> Bound:
-    return _with_zero(at)._replace(whole=False)
-
-
 def _mean(at: Reading) -> Bound:
     return at[0]._replace(whole=False)
-
-
-def _softplus(value: float) -> float:
-    return float(np.logaddexp(0.0, value))
-
-
-def _sigmoid(value: float) -> float:
-    return float(0.5 * (1 + np.tanh(0.5 * value)))
 
 
 _SELECTED = RENAMED | set(
@@ -272,26 +242,30 @@ RULES: dict[str, Rule] = {
     ),
     "Abs": lambda at: Bound(at[0].least, at[0].largest, at[0].whole),
     "Acos": _fixed(0.0, math.pi), "Add": _add, "Asin": _fixed(-2.0, 2.0),
-    "Atan": _fixed(-2.0, 2.0), "AveragePool": _averaged, "BatchNormalization": products.batch_norm,
+    "Atan": _fixed(-2.0, 2.0), "AveragePool": lambda at: _with_zero(at)._replace(whole=False),
+    "BatchNormalization": products.batch_norm,
     "Cast": _cast, "Clip": _clip, "Concat": lambda at: joined(at.given()),
     "ConstantOfShape": _filled, "Conv": products.conv, "ConvTranspose": products.conv_transpose,
     "Cos": _fixed(-1.0, 1.0), "CumSum": _cumulative, "DequantizeLinear": _dequantize,
     "Div": products.div, "Einsum": products.einsum, "Elu": _elu, "Erf": _fixed(-1.0, 1.0),
-    "Exp": _monotone(np.exp), "Gelu": _least_of(lambda v: max(v, 0.0), -0.18),
-    "Gemm": products.gemm, "GlobalAveragePool": _mean, "GridSample": _with_zero,
-    "HardSigmoid": _fixed(0.0, 1.0), "HardSwish": _least_of(lambda v: max(v, 0.0), -0.375),
-    "InstanceNormalization": products.norm_rule, "LayerNormalization": products.norm_rule,
-    "LeakyRelu": _leaky, "Log": _log, "LogSoftmax": _softmax_log, "MatMul": products.matmul,
-    "Max": _extreme(max), "Min": _extreme(min), "Mish": _least_of(lambda v: max(v, 0.0), -0.31),
-    "Mul": products.mul, "Neg": lambda at: Bound(-at[0].high, -at[0].low, at[0].whole),
+    "Exp": _monotone(np.exp), "Gelu": _from(-0.18), "Gemm": products.gemm,
+    "GlobalAveragePool": _mean, "GridSample": _with_zero, "HardSigmoid": _fixed(0.0, 1.0),
+    "HardSwish": _from(-0.375), "InstanceNormalization": products.norm_rule,
+    "LayerNormalization": products.norm_rule, "LeakyRelu": _leaky, "Log": _monotone(np.log, 0.0),
+    "LogSoftmax": _softmax_log, "MatMul": products.matmul, "Max": _extreme(max),
+    "Min": _extreme(min), "Mish": _from(-0.31), "Mul": products.mul,
+    "Neg": lambda at: negative(at[0]),
     "OneHot": lambda at: at[2], "PRelu": _leaky, "Pad": _pad, "Pow": products.pow, "Range": _range,
-    "Reciprocal": lambda at: inverse(at[0]), "ReduceL1": _norm1, "ReduceL2": _norm2,
+    "Reciprocal": lambda at: inverse(at[0]),
+    "ReduceL1": lambda at: Bound(0.0, times(at.reduced(), at[0].largest), at[0].whole),
+    "ReduceL2": lambda at: Bound(0.0, math.sqrt(products.sum_of_squares(at).high)),
     "ReduceMean": _mean, "ReduceSum": _sum, "ReduceSumSquare": products.sum_of_squares,
     "Relu": lambda at: Bound(max(at[0].low, 0.0), max(at[0].high, 0.0), at[0].whole),
     "Resize": _resized, "ScatterElements": _scattered, "ScatterND": _scattered, "Selu": _elu,
-    "Sigmoid": _monotone(_sigmoid), "Sign": _fixed(-1.0, 1.0, True), "Sin": _fixed(-1.0, 1.0),
-    "Softmax": _fixed(0.0, 1.0), "Softplus": _monotone(_softplus), "Softsign": _fixed(-1.0, 1.0),
-    "Sqrt": _monotone(np.sqrt, 0.0), "Sub": _sub, "Tanh": _monotone(np.tanh),
+    "Sigmoid": _monotone(lambda v: 0.5 * (1 + np.tanh(0.5 * v))),
+    "Sign": _fixed(-1.0, 1.0, True), "Sin": _fixed(-1.0, 1.0), "Softmax": _fixed(0.0, 1.0),
+    "Softplus": _monotone(lambda v: np.logaddexp(0.0, v)), "Softsign": _fixed(-1.0, 1.0),
+    "Sqrt": _monotone(np.sqrt, 0.0), "Sub": _add, "Tanh": _monotone(np.tanh),
     "Trilu": _with_zero, "Where": _where,
 }  # fmt: skip
 
