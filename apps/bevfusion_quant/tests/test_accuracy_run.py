@@ -11,6 +11,7 @@ import pytest
 import torch
 from metric_scenes import detections, labels
 from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
+from run_files import summary
 from without_pictures import without_pictures
 
 from bev_data.metrics import (
@@ -107,10 +108,6 @@ def decoded(run: LoadedRun, model: torch.nn.Module, root: Path) -> list[Detectio
 def float_detections(runs: Path, root: Path) -> list[Detections]:
     run = load_run(runs / "a")
     return decoded(run, run.float_model, root)
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_model_is_found_right_on_the_labels_it_made(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from contextlib import redirect_stdout
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bpu_split import TINY, small_frame
+from run_files import digest, summary
 from without_pictures import without_pictures
 
 from bev_data.datasets import write_frame_folder
@@ -53,14 +53,6 @@ def given(runs: Path) -> list[str]:
 
 def frames(runs: Path) -> str:
     return f"--dataset files --data {runs}/street --runs {runs}"
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
 
 
 def test_the_folder_holds_plan_picture_and_page(runs: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from bpu_split import small_frame
 from decoder_runs import copied_run
+from run_files import summary
 from safetensors.torch import load_file, save_file
 from without_pictures import without_pictures
 
@@ -28,7 +29,7 @@ from bevfusion_quant.compare import (
 )
 from bevfusion_quant.pages import read_sections
 from bevfusion_quant.ptq import run_evaluate
-from bevfusion_quant.run import settings_of
+from bevfusion_quant.run import RunSettings, as_settings
 
 BOOTSTRAP = Bootstrap(resamples=20)
 SETTINGS = {"eight": {}, "four": {"weight_bits": 4}, "apart": {"fold": False}}
@@ -55,12 +56,8 @@ def result(runs: Path) -> CompareResult:
     )  # fmt: skip
 
 
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
-
-
 def test_each_run_gets_the_figures_that_it_gets_alone(runs: Path, result: CompareResult) -> None:
-    found = read(result.folder)["accuracy"]["models"]
+    found = summary(result.folder)["accuracy"]["models"]
     assert list(found) == [
         "float", "eight quantized", "eight integers", "four quantized", "four integers",
         "apart quantized",
@@ -69,7 +66,7 @@ def test_each_run_gets_the_figures_that_it_gets_alone(runs: Path, result: Compar
         run_evaluate(
             runs / "four", frames(), integers="auto", bootstrap=BOOTSTRAP, runs=runs, name="alone"
         )
-    alone = read(runs / "alone")["accuracy"]["models"]
+    alone = summary(runs / "alone")["accuracy"]["models"]
     assert alone["float"]["mean_ap"] > 0.05
     assert alone["float"]["mean_ap"] != alone["quantized"]["mean_ap"]
     for name, key in (("float", "float"), ("quantized", "four quantized"),
@@ -87,9 +84,9 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
         assert Path(entry["run"]) == runs / name
         assert entry["sha256"] == own["sha256"]
         assert entry["weight_bits"] == own["weight_bits"]
-    summary = read(result.folder)
-    assert summary["compares"] == config["compares"]
-    assert summary["notes"] == [
+    written = summary(result.folder)
+    assert written["compares"] == config["compares"]
+    assert written["notes"] == [
         "apart is not among the integers: ptq --no-fold left batch norms in place."
     ]
     sections = read_sections(result.folder / "page.json")
@@ -98,7 +95,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
         assert text in html
     headline, _, settings, notes = comparison_text(result.comparison)
     assert [line.split("  ")[0] for line in headline.splitlines()[2:]] == list(
-        summary["accuracy"]["models"]
+        written["accuracy"]["models"]
     )
     assert settings.splitlines()[0].split() == [
         "run", "weight", "bits", "batch", "norms", "folded", "folder"
@@ -109,7 +106,7 @@ def test_what_is_written_says_which_runs_and_how_they_differ(
 def test_a_trained_run_is_told_from_the_one_it_began_with() -> None:
     settings = {"method": "mse", "weight_bits": 4}
     runs = tuple(
-        ComparedRun(name, name, settings_of(more), integers=False)
+        ComparedRun(name, name, as_settings(RunSettings, more), integers=False)
         for name, more in (("ptq", settings), ("qat", {**settings, "qat": {"steps": 1}}))
     )
     none: Any = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from run_files import digest, summary
 from without_pictures import without_pictures
 
 from bev_scenes import street_frame
@@ -28,14 +27,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with without_pictures(page=True):
         assert main(arguments.split()) == 0
     return runs
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
 
 
 def test_the_whole_model_is_compared_at_every_stage(runs: Path) -> None:

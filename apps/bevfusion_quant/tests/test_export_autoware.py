@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx
+from clouds import cloud
 from without_pictures import without_pictures
 
 from bevfusion_quant.cli import main
@@ -20,11 +21,7 @@ from bevfusion_quant.cli import main
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantized detector and its export."""
     runs = tmp_path_factory.mktemp("runs")
-    rng = np.random.default_rng(0)
-    points = np.zeros((1500, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (1500, 2))
-    points[:, 2] = rng.uniform(-1.8, 2, 1500)
-    np.savez(runs / "frame.npz", points=points)
+    np.savez(runs / "frame.npz", points=cloud(1500))
     given = f"--points {runs}/frame.npz --runs {runs}"
     run = f"ptq {given} --config tiny --method max --branch lidar-detector --name a"
     with without_pictures():

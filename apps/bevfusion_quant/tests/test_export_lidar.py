@@ -16,6 +16,8 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx
 import onnxruntime
+from clouds import cloud
+from run_files import digest
 from without_pictures import without_pictures
 
 from bev_data.points import read_frames
@@ -34,12 +36,7 @@ NAME = "lidar.backbone.xyz.onnx"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LiDAR run, its frame, and its file for ONNX Runtime."""
     runs = tmp_path_factory.mktemp("runs")
-    rng = np.random.default_rng(0)
-    points = np.zeros((1500, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (1500, 2))
-    points[:, 2] = rng.uniform(-1.8, 2, 1500)
-    points[:, 3] = rng.integers(0, 256, 1500)
-    np.savez(runs / "frame.npz", points=points)
+    np.savez(runs / "frame.npz", points=cloud(1500))
     given = f"--points {runs}/frame.npz --runs {runs}"
     with without_pictures():
         assert main(f"ptq {given} --config tiny --method max --name a".split()) == 0
@@ -53,14 +50,6 @@ def export(runs: Path, more: str, run: str = "a") -> list[str]:
 
 def manifest(folder: Path) -> dict:
     return json.loads((folder / "onnx" / "manifest.json").read_text(), parse_constant=pytest.fail)
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def test_the_manifest_says_what_lies_in_the_folder(runs: Path) -> None:

@@ -28,7 +28,7 @@ from bevfusion_quant.ptq import (
     run_evaluate,
     run_ptq,
 )
-from bevfusion_quant.run import settings_of
+from bevfusion_quant.run import RunSettings
 from bevfusion_quant.sensitivity import precisions_of, run_sensitivity
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
@@ -250,9 +250,9 @@ def test_sensitivity_measures_at_the_bits_of_the_run(runs: Path, tmp_path: Path)
 
 def test_a_plan_knows_no_weights_of_five_bits() -> None:
     with pytest.raises(InputError, match="weights of 5 bits are none of the precisions"):
-        precisions_of(settings_of({"weight_bits": 5}), (), "runs/five")
-    assert precisions_of(settings_of({}), (), "runs/old") == ("int8",)
-    assert precisions_of(settings_of({"weight_bits": 4}), ("int16",), "runs/four") == ("int16",)
+        precisions_of(RunSettings(weight_bits=5), (), "runs/five")
+    assert precisions_of(RunSettings(), (), "runs/old") == ("int8",)
+    assert precisions_of(RunSettings(weight_bits=4), ("int16",), "runs/four") == ("int16",)
 
 
 def test_files_of_four_bits_hold_the_integers_of_the_run(

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from clouds import cloud
+from run_files import digest, summary
 from without_pictures import without_pictures
 
 from bev_data.points import read_frames
@@ -29,26 +31,12 @@ LIDAR = "encoders.lidar.backbone"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LiDAR run whose first layer was left out, the frame beside it, and its simulation."""
     runs = tmp_path_factory.mktemp("runs")
-    rng = np.random.default_rng(0)
-    points = np.zeros((2000, 5), np.float32)
-    points[:, :2] = rng.uniform(-50, 50, (2000, 2))
-    points[:, 2] = rng.uniform(-1.8, 2, 2000)
-    points[:, 3] = rng.integers(0, 256, 2000)
-    np.savez(runs / "frame.npz", points=points)
+    np.savez(runs / "frame.npz", points=cloud(2000))
     given = f"--points {runs}/frame.npz --runs {runs}"
     with without_pictures(page=True):
         assert main(f"ptq {given} --config tiny --exclude conv_input --name a".split()) == 0
     assert main(f"simulate --run {runs}/a {given} --name one".split()) == 0
     return runs
-
-
-def digest(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_section_and_summary_are_added(runs: Path) -> None:
