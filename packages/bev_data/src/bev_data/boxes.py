@@ -12,7 +12,7 @@ from bev_data._errors import InputError
 
 __all__ = [
     "BOX_EDGES", "NUSCENES_CLASSES", "Detections", "box_corners", "checked_boxes", "count_inside",
-    "rotated_iou",
+    "in_box", "rotated_iou",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -138,17 +138,25 @@ def count_inside(
     counts = np.zeros(len(boxes), np.int32)
     order = np.argsort(points[:, 0], kind="stable")  # a box then looks at a strip of the cloud
     x = points[order, 0]
-    for k, (cx, cy, cz, length, width, height, yaw) in enumerate(boxes.astype(np.float64)):
+    for k, (cx, _, _, length, width, *_) in enumerate(boxes.astype(np.float64)):
         reach = np.hypot(length, width) / 2
         first, last = np.searchsorted(x, [cx - reach, cx + reach])
-        px, py, pz = (points[order[first:last], :3] - [cx, cy, cz]).T
-        c, s = np.cos(yaw), np.sin(yaw)
-        counts[k] = np.count_nonzero(
-            (np.abs(px * c + py * s) <= length / 2)
-            & (np.abs(py * c - px * s) <= width / 2)
-            & (np.abs(pz) <= height / 2)
-        )
+        counts[k] = np.count_nonzero(in_box(points[order[first:last]], boxes[k]))
     return counts
+
+
+def in_box(
+    points: npt.NDArray[np.floating[Any]], box: npt.NDArray[np.floating[Any]]
+) -> npt.NDArray[np.bool_]:
+    """Which points [n, 3 or more] lie in a box [7], its faces included: bool [n]."""
+    cx, cy, cz, length, width, height, yaw = box.astype(np.float64)
+    x, y, z = (points[:, :3] - [cx, cy, cz]).T
+    c, s = np.cos(yaw), np.sin(yaw)
+    along, across = np.abs(x * c + y * s), np.abs(y * c - x * s)
+    inside: npt.NDArray[np.bool_] = (
+        (along <= length / 2) & (across <= width / 2) & (np.abs(z) <= height / 2)
+    )
+    return inside
 
 
 @numba.njit(cache=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data._errors import InputError
-from bev_data.boxes import rotated_iou
+from bev_data.boxes import in_box, rotated_iou
 from bev_data.metrics._rules import ERRORS
 
 if TYPE_CHECKING:
@@ -236,22 +236,10 @@ def _in_place(
     for rack, name in zip(labels.boxes, labels.names, strict=True):
         held = [classes.index(n) for n in rules.racks.get(name, ()) if n in classes]
         if held:
-            kept &= ~(np.isin(rows.kinds, held) & _inside(rows.boxes, rack))
+            kept &= ~(np.isin(rows.kinds, held) & in_box(rows.boxes, rack))
     if region is not None and len(rows.boxes):
         kept &= region(rows.boxes)
     return kept
-
-
-def _inside(boxes: Floats, around: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Whether the centres lie in a box, its faces included."""
-    cx, cy, cz, length, width, height, yaw = around.astype(np.float64)
-    x, y, z = (boxes[:, :3] - [cx, cy, cz]).T
-    c, s = np.cos(yaw), np.sin(yaw)
-    along, across = np.abs(x * c + y * s), np.abs(y * c - x * s)
-    inside: npt.NDArray[np.bool_] = (
-        (along <= length / 2) & (across <= width / 2) & (np.abs(z) <= height / 2)
-    )
-    return inside
 
 
 def _array(what: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Floats:
