@@ -70,9 +70,9 @@ def labels_of(
 def _tight_boxes(solids: SolidArrays, wanted: list[int]) -> tuple[_Array, _Array]:
     """Middles and sizes [objects, 3] of the smallest boxes around solids, in objects' frames."""
     (fc, fs), (tc, ts) = solids.facing[solids.owner].T, solids.turn.T
-    c, s = np.abs(fc * tc + fs * ts), np.abs(fc * ts - fs * tc)  # turned against the object
-    a, b, up = solids.half.T
-    reach = np.stack([a * c + b * s, a * s + b * c, up], 1)
+    reach = solids.reach(
+        np.stack([fc * tc + fs * ts, fc * ts - fs * tc], 1)
+    )  # in the object's axes
     first = np.searchsorted(solids.owner, np.arange(len(solids.at)))
     low = np.minimum.reduceat(solids.centre - reach, first)[wanted]
     high = np.maximum.reduceat(solids.centre + reach, first)[wanted]
@@ -131,16 +131,7 @@ def _samples(
     across = (np.arange(_ACROSS) + 0.5) / _ACROSS
     down = (np.arange(_DOWN) + 0.5) / _DOWN
     directions = np.empty((len(wanted), _DOWN, _ACROSS, 3))
-    c, s = np.abs(solids.turn).T
-    reach = np.stack(
-        [
-            solids.half[:, 0] * c + solids.half[:, 1] * s,
-            solids.half[:, 0] * s + solids.half[:, 1] * c,
-            solids.half[:, 2],
-        ],
-        1,
-    )
-    radius = np.sqrt(solids.half[:, 0] ** 2 + solids.half[:, 1] ** 2)
+    reach, radius = solids.reach(solids.turn), solids.radius
     ends = np.searchsorted(solids.owner, np.stack([wanted, wanted + 1]))
     for row, (begin, end) in enumerate(ends.T):
         mine = slice(begin, end)

@@ -129,15 +129,13 @@ class _Scene:
 
     def _shadow_cells(self) -> npt.NDArray[np.int64]:
         """Cells of the plane z = 0 that each solid's shadow touches."""
-        sun, half, centre = self.daylight.towards, self.solids.half, self.centre
-        c, s = np.abs(self.solids.turn).T
-        reach_x = half[:, 0] * c + half[:, 1] * s
-        reach_y = half[:, 0] * s + half[:, 1] * c
+        sun, centre = self.daylight.towards, self.centre
+        reach = self.solids.reach(self.solids.turn)
         spans = []
-        for axis, reach in ((0, reach_x), (1, reach_y)):
+        for axis in (0, 1):
             slide = sun[axis] / sun[2]
             middle = centre[:, axis] - centre[:, 2] * slide - self.corner[axis]
-            wide = reach + half[:, 2] * abs(slide) + 0.05
+            wide = reach[:, axis] + reach[:, 2] * abs(slide) + 0.05
             spans += [np.floor((middle - wide) / CELL), np.floor((middle + wide) / CELL)]
         return np.stack(spans, 1).astype(np.int64)
 
@@ -158,8 +156,8 @@ class _View:
         box += np.array([-1.0, 1.0, -1.0, 1.0])
         inside = (box[:, 0] < mount.width) & (box[:, 1] > 0) & (box[:, 2] < mount.height)
         inside &= (box[:, 3] > 0) & (box[:, 0] <= box[:, 1])
-        radius = np.sqrt(solids.half[:, 0] ** 2 + solids.half[:, 1] ** 2)
-        near = np.maximum(np.sqrt(centre[:, 0] ** 2 + centre[:, 1] ** 2) - radius, 0.0)
+        away = np.sqrt(centre[:, 0] ** 2 + centre[:, 1] ** 2)
+        near = np.maximum(away - solids.radius, 0.0)
         inside &= near < _FAR
         seen = np.flatnonzero(inside)
         self.order = seen[np.argsort(near[seen], kind="stable")]

@@ -46,6 +46,16 @@ class SolidArrays:
     velocity: _Array
     facing: _Array
 
+    @property
+    def radius(self) -> _Array:
+        """Horizontal reach of each solid in any direction [m]."""
+        return np.asarray(np.sqrt(self.half[:, 0] ** 2 + self.half[:, 1] ** 2))
+
+    def reach(self, turn: _Array) -> _Array:
+        """Half sizes [S, 3] of upright boxes around the solids, turned by `turn` [S, 2]."""
+        (c, s), (a, b, up) = np.abs(turn).T, self.half.T
+        return np.stack([a * c + b * s, a * s + b * c, up], 1)
+
 
 def gather(street: Street) -> SolidArrays:
     things = street.objects
@@ -108,7 +118,7 @@ def columns_of(
     The columns are a superset, one wider on each side than the angle asks for, so the last bit of
     an arctangent decides nothing.
     """
-    radius = np.sqrt(solids.half[:, 0] ** 2 + solids.half[:, 1] ** 2)
+    radius = solids.radius
     away = np.sqrt(centre[:, 0] ** 2 + centre[:, 1] ** 2)
     near = np.maximum(away - radius, 0.0)
     order = np.argsort(near, kind="stable")
