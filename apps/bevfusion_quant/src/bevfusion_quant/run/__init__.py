@@ -20,7 +20,6 @@ from bevfusion_quant.run._read import (
     read_summary,
     read_written,
     refuse_version,
-    settings_of,
 )
 from bevfusion_quant.run._record import (
     SUMMARY_FILE,
@@ -54,7 +53,6 @@ __all__ = [
     "refuse_version",
     "return_freed_memory",
     "run_folder",
-    "settings_of",
     "sha256",
     "versions",
     "write_digests",

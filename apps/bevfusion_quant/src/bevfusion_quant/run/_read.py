@@ -109,17 +109,8 @@ class ComparedSettings(RunSettings, kw_only=True):
     run: str = ""
 
 
-def settings_of(written: dict[str, Any]) -> RunSettings:
-    """Settings of a document.
-
-    Raises:
-        DocumentError: A field has another type.
-    """
-    return as_settings(RunSettings, written)
-
-
 def as_settings(form: type[Form], written: dict[str, Any]) -> Form:
-    """Settings as a narrower class.
+    """Settings of a document, as this class.
 
     Raises:
         DocumentError: A field has another type, or is missing.
@@ -135,7 +126,7 @@ def read_settings(folder: Path) -> RunSettings:
     Raises:
         DocumentError: They are missing or damaged.
     """
-    return settings_of(read_written(folder))
+    return as_settings(RunSettings, read_written(folder))
 
 
 def read_written(folder: Path) -> dict[str, Any]:

@@ -117,9 +117,9 @@ def _pieces(
         if not quantized:
             plain = fake = _with_weights_of(fake, plain)
         if file.sparse:
-            pieces.append(Piece(file, "sparse", plain, fake, _sparse_integers))
+            pieces.append(Piece(file, "sparse", plain, fake, _with_constants_of_a_file))
         elif quantized:
-            pieces.append(Piece(file, "int8", plain, fake, _integers))
+            pieces.append(Piece(file, "int8", plain, fake, simulate))
         else:
             pieces.append(Piece(file, "float", plain, plain))
     return pieces
@@ -153,13 +153,9 @@ def _with_weights_of(fake: nn.Module, plain: nn.Module) -> nn.Module:
     return trained
 
 
-def _integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
-    return simulate(module, args)
-
-
-def _sparse_integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """With the constants of a file, which are halves."""
-    return _integers(with_half_constants(module), args)
+def _with_constants_of_a_file(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """The integer model with constants as halves, as a sparse file has them."""
+    return simulate(with_half_constants(module), args)
 
 
 @dataclass(frozen=True, eq=False)

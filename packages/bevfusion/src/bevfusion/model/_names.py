@@ -350,10 +350,6 @@ def best_naming(
                 break
     assert best is not None
     if old and best[1].names == "own" and any(".task_heads." in name for name in goal):
-        return rename(state, "mmdet3d-0", _prefix_of(best[1]))
+        name, original = next(iter(best[1].source.items()))
+        return rename(state, "mmdet3d-0", original.removesuffix(name))
     return best[1]
-
-
-def _prefix_of(made: Renamed) -> str:
-    name, original = next(iter(made.source.items()))
-    return original.removesuffix(name)
