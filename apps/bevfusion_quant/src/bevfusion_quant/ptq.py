@@ -305,7 +305,6 @@ def run_ptq(
             exported=exported,
             remedy=remedy,
         )  # fmt: skip
-        about: dict[str, Any] = {"notes": evaluated.notes, "left_out": evaluated.left_out}
         evaluated.draw(quantized_parts(config.branch, config.model)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model, plan)
@@ -338,7 +337,7 @@ def run_ptq(
         exported = replace(exported, folder=record.path / ONNX_FOLDER)
     return outcome(
         seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported,
-        refused=refused, remedy=remedy, **about,
+        refused=refused, remedy=remedy, notes=evaluated.notes, left_out=evaluated.left_out,
     )  # fmt: skip
 
 
@@ -436,9 +435,10 @@ def run_evaluate(
         evaluated = EvaluatedRun(
             record, batches, evaluation, simulation=simulation, accuracy=accuracy
         )
-        about: dict[str, Any] = {"notes": evaluated.notes, "left_out": evaluated.left_out}
         evaluated.draw(quantized_parts(ran.branch, ran.model)[-1])
         record.write_settings({"run_sha256": ran.sha256, **settings})
         evaluated.write_page(settings)
         seconds, peak = evaluated.write_summary({"evaluates": str(run), "accuracy": None})
-    return made(seconds=seconds, peak_memory_mib=peak, **about)
+    return made(
+        seconds=seconds, peak_memory_mib=peak, notes=evaluated.notes, left_out=evaluated.left_out
+    )

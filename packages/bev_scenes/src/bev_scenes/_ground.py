@@ -47,19 +47,11 @@ class Ground:
     @cached_property
     def parameters(self) -> npt.NDArray[np.float64]:
         """The numbers that `ground_height` takes, in its order."""
-        return np.array(
-            [
-                self.slope_x,
-                self.slope_y,
-                self.crown,
-                self.half_width,
-                self.sidewalk,
-                self.curb,
-                self.side_y,
-                self.side_half_width,
-                max(self.curb - self.crown * self.half_width + float(self.bumps.max()), self.curb),
-            ]
-        )
+        top = max(self.curb - self.crown * self.half_width + float(self.bumps.max()), self.curb)
+        return np.array([
+            self.slope_x, self.slope_y, self.crown, self.half_width, self.sidewalk, self.curb,
+            self.side_y, self.side_half_width, top,
+        ])  # fmt: skip
 
     def height(self, x: float, y: float) -> float:
         """Height of the ground at a point of the world [m]."""

@@ -70,9 +70,8 @@ def labels_of(
 def _tight_boxes(solids: SolidArrays, wanted: list[int]) -> tuple[_Array, _Array]:
     """Middles and sizes [objects, 3] of the smallest boxes around solids, in objects' frames."""
     (fc, fs), (tc, ts) = solids.facing[solids.owner].T, solids.turn.T
-    reach = solids.reach(
-        np.stack([fc * tc + fs * ts, fc * ts - fs * tc], 1)
-    )  # in the object's axes
+    against_object = np.stack([fc * tc + fs * ts, fc * ts - fs * tc], 1)
+    reach = solids.reach(against_object)
     first = np.searchsorted(solids.owner, np.arange(len(solids.at)))
     low = np.minimum.reduceat(solids.centre - reach, first)[wanted]
     high = np.maximum.reduceat(solids.centre + reach, first)[wanted]

@@ -6,7 +6,7 @@ Needs matplotlib: ``pip install matplotlib``. The data comes from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,6 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
 
 
 Map = npt.NDArray[np.floating[Any]]
-Draw = Callable[["Figure", "Axes"], None]
 # Without the darkest part, which would pass for the background.
 GLOW = ListedColormap(colormaps["magma"](np.linspace(0.17, 1, 256)))
 # Metres: cells of the input's picture.
@@ -149,70 +148,42 @@ def bev_picture(
     low, high = config.point_cloud_range[2], config.point_cloud_range[5]
     row = stage.row
     sqnr = "equal" if row.sqnr_db is None else f"SQNR {row.sqnr_db:.1f} dB"
-    panels: tuple[Draw, ...] = (
-        _panel(
-            config,
-            _heights(config, points),
-            f"Input: {len(points):,} {kind}, highest of each column",
-            "height z [m]",
-            "viridis",
-            (low, high),
-        ),
-        _panel(config, stage.float_map, f"{row.title}: float", stage.quantity, GLOW, scale),
-        _panel(
-            config, stage.quantized_map, f"{row.title}: fake-quantized", stage.quantity, GLOW, scale
-        ),
-        _panel(
-            config,
-            error,
-            f"Difference, own scale (all frames: {sqnr})",
-            stage.difference_quantity,
-            GLOW,
-            worst,
-        ),
+    title, quantity = row.title, stage.quantity
+    seen = f"Input: {len(points):,} {kind}, highest of each column"
+    apart = f"Difference, own scale (all frames: {sqnr})"
+    panels: tuple[tuple[Map, str, str, str | Colormap, tuple[float, float]], ...] = (
+        (_heights(config, points), seen, "height z [m]", "viridis", (low, high)),
+        (stage.float_map, f"{title}: float", quantity, GLOW, scale),
+        (stage.quantized_map, f"{title}: fake-quantized", quantity, GLOW, scale),
+        (error, apart, stage.difference_quantity, GLOW, worst),
     )
     with figure(12.4, 10.6) as whole:
-        for axes, draw in zip(whole.subplots(2, 2).flat, panels, strict=True):
-            draw(whole, axes)
+        for axes, panel in zip(whole.subplots(2, 2).flat, panels, strict=True):
+            _draw_map(whole, axes, config.extent, *panel)
         return save(whole, folder / "bev.png")
 
 
-def _panel(
-    config: LidarConfig,
-    values: Map,
-    title: str,
-    label: str,
-    colours: str | Colormap,
-    limits: tuple[float, float],
-) -> Draw:
-    low_x, low_y, high_x, high_y = config.extent
-
-    def draw(whole: Figure, axes: Axes) -> None:
-        axes.set_facecolor("#0b0c10")
-        image = axes.imshow(
-            values.T,
-            origin="lower",
-            extent=(low_x, high_x, low_y, high_y),
-            cmap=colours,
-            vmin=limits[0],
-            vmax=limits[1],
-            interpolation="nearest",
-        )
-        axes.plot(0, 0, marker="+", color="white", markersize=7, markeredgewidth=1.2, alpha=0.8)
-        axes.set_title(title)
-        axes.set_xlabel("x [m]")
-        axes.set_ylabel("y [m]")
-        axes.tick_params(color=GREY)
-        above = bool(np.nanmax(values, initial=limits[0]) > limits[1])
-        below = bool(np.nanmin(values, initial=limits[1]) < limits[0])
-        extend = {(0, 0): "neither", (0, 1): "max", (1, 0): "min", (1, 1): "both"}[below, above]
-        bar = whole.colorbar(
-            image, ax=axes, fraction=0.046, pad=0.02, extend=extend, extendfrac=0.03
-        )
-        bar.set_label(label)
-        bar.outline.set_visible(False)
-
-    return draw
+def _draw_map(
+    whole: Figure, axes: Axes, extent: Sequence[float], values: Map, title: str, label: str,
+    colours: str | Colormap, limits: tuple[float, float],
+) -> None:  # fmt: skip
+    low_x, low_y, high_x, high_y = extent
+    axes.set_facecolor("#0b0c10")
+    image = axes.imshow(
+        values.T, origin="lower", extent=(low_x, high_x, low_y, high_y), cmap=colours,
+        vmin=limits[0], vmax=limits[1], interpolation="nearest",
+    )  # fmt: skip
+    axes.plot(0, 0, marker="+", color="white", markersize=7, markeredgewidth=1.2, alpha=0.8)
+    axes.set_title(title)
+    axes.set_xlabel("x [m]")
+    axes.set_ylabel("y [m]")
+    axes.tick_params(color=GREY)
+    above = bool(np.nanmax(values, initial=limits[0]) > limits[1])
+    below = bool(np.nanmin(values, initial=limits[1]) < limits[0])
+    extend = {(0, 0): "neither", (0, 1): "max", (1, 0): "min", (1, 1): "both"}[below, above]
+    bar = whole.colorbar(image, ax=axes, fraction=0.046, pad=0.02, extend=extend, extendfrac=0.03)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
 
 
 def _span(values: Map, percentile: float) -> tuple[float, float]:

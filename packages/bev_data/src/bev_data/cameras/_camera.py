@@ -16,13 +16,8 @@ from bev_data._errors import InputError
 from bev_data.boxes import BOX_EDGES
 
 CAMERA_NAMES = (
-    "CAM_FRONT",
-    "CAM_FRONT_RIGHT",
-    "CAM_FRONT_LEFT",
-    "CAM_BACK",
-    "CAM_BACK_LEFT",
-    "CAM_BACK_RIGHT",
-)
+    "CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT",
+)  # fmt: skip
 _FOCAL_IN_IMAGES = (0.03, 50.0)  # of the longer side: 173 degrees to 1.1 degrees across
 _RIGID = 1e-3
 

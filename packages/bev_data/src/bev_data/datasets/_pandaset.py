@@ -10,7 +10,7 @@ import numpy as np
 from bev_data._errors import InputError
 from bev_data._motion import FROM_FORWARD_X, inverse, move_boxes, move_points
 from bev_data.boxes import count_inside
-from bev_data.cameras import CAMERA_NAMES, Camera
+from bev_data.cameras import Camera
 from bev_data.datasets._frame_list import (
     FrameList,
     WhichCameras,
@@ -24,20 +24,11 @@ from bev_data.datasets._names import PANDASET_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
 
 # PandaSet has no cameras that look back to the sides; the ones to the sides are the nearest.
-_CAMERAS = dict(
-    zip(
-        CAMERA_NAMES,
-        (
-            "front_camera",
-            "front_right_camera",
-            "front_left_camera",
-            "back_camera",
-            "left_camera",
-            "right_camera",
-        ),
-        strict=True,
-    )
-)
+_CAMERAS = {
+    "CAM_FRONT": "front_camera", "CAM_FRONT_RIGHT": "front_right_camera",
+    "CAM_FRONT_LEFT": "front_left_camera", "CAM_BACK": "back_camera",
+    "CAM_BACK_LEFT": "left_camera", "CAM_BACK_RIGHT": "right_camera",
+}  # fmt: skip
 _SIZE = (1920, 1080)
 
 

@@ -23,6 +23,7 @@ from bevfusion.centerpoint._pillars import (
     VoxelMeans,
 )
 from bevfusion.model import SECOND, SECONDFPN, Batch, Detector, lidar_map, prepared
+from bevfusion.model._build import expect
 from bevfusion.model._model import FlowStep
 from bevfusion.model.head import ConvUnit
 
@@ -261,11 +262,7 @@ def _check_sizes(config: CenterPointConfig) -> None:
         "head.origin": (head.origin, lidar.point_cloud_range[:2]),
     }
     for name, (stated, made) in wanted.items():
-        if stated != made:
-            raise InputError(
-                f"config {config.name!r}: {name} is {stated}, the parts before it make {made}: "
-                "make them one"
-            )
+        expect(config, name, stated, "the parts before it make", made)
 
 
 def example_voxels(config: CenterPointConfig) -> Batch:

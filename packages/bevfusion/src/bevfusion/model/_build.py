@@ -19,7 +19,7 @@ from bevfusion.model._second import SECOND, SECONDFPN, ConvFuser
 
 if TYPE_CHECKING:
     from bevfusion.model._config import BEVFusionConfig, CameraConfig, LidarConfig
-    from bevfusion.model._model import Detector
+    from bevfusion.model._model import Detector, Sizes
 
 # Weights without a checkpoint: those that come with the package, and seeded ones that behave.
 
@@ -296,14 +296,14 @@ def check_sizes(config: BEVFusionConfig, parts: tuple[str, ...]) -> None:
     maps = {"camera": camera_map(config.camera), "lidar": lidar_map(config.lidar)}
     if "fuser" in parts:
         got = tuple(maps[sensor][0] for sensor in ("camera", "lidar"))
-        _expect(config, "fuser.in_channels", config.fuser.in_channels, "the sensors' maps", got)
-        _expect(config, "camera's map", maps["camera"][1:], "the LiDAR's", maps["lidar"][1:])
+        expect(config, "fuser.in_channels", config.fuser.in_channels, "the sensors' maps", got)
+        expect(config, "camera's map", maps["camera"][1:], "the LiDAR's", maps["lidar"][1:])
     if "decoder" not in parts:
         return
     decoder = config.decoder
     if "fuser" in parts:
         channels = config.fuser.out_channels
-        _expect(config, "decoder.in_channels", decoder.in_channels, "the fused map", channels)
+        expect(config, "decoder.in_channels", decoder.in_channels, "the fused map", channels)
     cells = maps["lidar" if "lidar" in parts else "camera"][1:]
     total = math.prod(decoder.strides)
     if any(n % total for n in cells):
@@ -313,11 +313,12 @@ def check_sizes(config: BEVFusionConfig, parts: tuple[str, ...]) -> None:
         )
     if "head" in parts:
         channels = sum(decoder.upsample_channels)
-        _expect(config, "head.in_channels", config.head.in_channels, "the decoder's map", channels)
-        _expect(config, "head.map_size", config.head.map_size, "the decoder's map", cells)
+        expect(config, "head.in_channels", config.head.in_channels, "the decoder's map", channels)
+        expect(config, "head.map_size", config.head.map_size, "the decoder's map", cells)
 
 
-def _expect(config: BEVFusionConfig, name: str, stated: object, source: str, got: object) -> None:
+def expect(config: Sizes, name: str, stated: object, source: str, got: object) -> None:
+    """Refuse a size that contradicts what the parts upstream make."""
     if stated != got:
         raise InputError(
             f"config {config.name!r}: {name} is {stated}, {source} {got}: make them one"
