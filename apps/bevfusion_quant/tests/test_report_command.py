@@ -140,6 +140,12 @@ def test_what_nobody_measured_is_named_with_its_command(made: MadeUpRuns) -> Non
     assert "No model was compared with float" in page
 
 
+def test_a_run_for_a_bpu_is_named_with_its_detector(made: MadeUpRuns) -> None:
+    result = run_report(made.model(model="centerpoint"), runs=made.root)
+    (command,) = {check.command for check in result.checks if "--target bpu" in check.command}
+    assert "ptq --target bpu --model centerpoint --config tiny" in command
+
+
 def test_the_newest_is_taken_and_the_others_named(made: MadeUpRuns) -> None:
     run = made.model()
     first = made.simulate(run)
@@ -359,6 +365,8 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         return {"bpu": made.model("second")}
     if what == "float weights":
         return {"bpu": made.model("chip", target="bpu", weights="v.pth")}
+    if what == "float model":
+        return {"bpu": made.model("chip", target="bpu", model="centerpoint")}
     if what == "digests":
         content = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**content, "sha256": None}))
@@ -394,6 +402,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("weights", "weights.safetensors is missing or was changed since the run wrote it"),
         ("bpu", "--bpu .*second is of kind ptq: give one of bpu"),
         ("float weights", "its weights is 'v.pth', that of .* is 'w.pth'"),
+        ("float model", "its model is 'centerpoint', that of .* is 'bevfusion'"),
         ("digests", "has no digests of its files"),
         ("another page", "--take .*report is of kind report: name folders of evaluate, simulate"),
         ("twice", "--take names two of a kind"),

@@ -31,7 +31,9 @@ def command_for(what: str, measured: Measured) -> str:
     if not source and run.frames and all(name.startswith("street_") for name in run.frames):
         source = ["--dataset", "street"]  # of a demo, which makes its own
     if what == "bpu":
-        words = ["bevfusion-quant", "ptq", "--target", "bpu", "--config", run.settings.config]
+        settings = run.settings
+        model = ["--model", settings.model] if settings.model != "bevfusion" else []
+        words = ["bevfusion-quant", "ptq", "--target", "bpu", *model, "--config", settings.config]
         return shlex.join([*words, *_weights(run), *source])
     words = ["bevfusion-quant", what, "--run", str(run.folder)]
     if what in ("simulate", "sensitivity"):

@@ -331,7 +331,7 @@ def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
         InputError: Sizes, weights or, for random weights, seeds differ.
     """
     first, second = main.settings, other.settings
-    for key in ("config", "weights", "seed"):
+    for key in ("model", "config", "weights", "seed"):
         one, two = getattr(first, key), getattr(second, key)
         alike = one == two or (key == "weights" and _same_bytes(one, two))
         if not alike and not (key == "seed" and first.weights):
