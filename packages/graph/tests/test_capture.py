@@ -806,8 +806,11 @@ def test_a_part_under_another_autocast_is_among_the_rest():
         "conv2d", "mul", "conv2d", "softmax",
     ]  # fmt: skip
     graph.check(torch.randn(2, 3, 5, 5))
-    with pytest.raises(CaptureError, match="behind departs first"):
+    refused = r"autocast makes .*test_capture\.py:\d+ compute in torch\.bfloat16.*enabled=False"
+    with pytest.raises(CaptureError, match=refused):
         capture(Region(True), torch.randn(1, 3, 4, 4))
+    with torch.autocast("cpu"), pytest.raises(CaptureError, match=refused):
+        capture(Region(False), torch.randn(1, 3, 4, 4))
 
 
 def test_a_model_that_does_not_run_is_not_told_to_be_taken_apart() -> None:

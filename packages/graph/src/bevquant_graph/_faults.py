@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ._calls import FunctionCalls
 from ._kinds import check_kind
 from ._signature import flatten
 
@@ -285,6 +286,29 @@ def first_fault(model: nn.Module, run: Callable[[], Any]) -> str:
     if first and not _finite(first[-1][2]):
         return "the example inputs hold NaN or infinite values; give inputs as in real use"
     return ""
+
+
+def lower_precision(run: Callable[[], Any]) -> str:
+    """The line at which a run first computes in half precision by autocast, in words; else ""."""
+    found: list[str] = []
+
+    def look(function: Any, args: Any, kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        if not found and isinstance(made, Tensor) and torch.is_autocast_enabled(made.device.type):
+            kind = torch.get_autocast_dtype(made.device.type)
+            if made.dtype == kind != torch.float32:
+                stack = traceback.walk_stack(None)
+                files = ((frame.f_code.co_filename, line) for frame, line in stack)
+                place = next((f"{file}:{line}" for file, line in files if is_authors(file)), "")
+                found.append(
+                    f"torch.autocast makes {place or 'it'} compute in {kind}, which a graph does "
+                    "not have; pass enabled=False to torch.autocast until the model is exported"
+                )
+        return made
+
+    with FunctionCalls(look):
+        run()
+    return found[0] if found else ""
 
 
 def _observed(model: nn.Module, run: Callable[[], Any]) -> list[Any]:

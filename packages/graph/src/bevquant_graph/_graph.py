@@ -16,7 +16,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._batch_arguments import as_example
 from ._calls import Followed
 from ._conditions import Condition, bound_guards
-from ._faults import CaptureError, author_line, author_lines, described, first_fault
+from ._faults import (
+    CaptureError,
+    author_line,
+    author_lines,
+    described,
+    first_fault,
+    lower_precision,
+)
 from ._frames import frames_of
 from ._memory import changed_attributes
 from ._normal import CALLED
@@ -358,7 +365,7 @@ class Graph:
         taken = next((self.describe(n) for n in self._numbers()), "")
         counts = f"; it takes a number out of a tensor: {taken}" if taken else ""
         with state_kept(self.model):
-            fault = first_fault(self.model, run)
+            fault = first_fault(self.model, run) or lower_precision(run)
         return fault or (
             f"{self._departure(given) or 'no module departs alone'}; its forward decides by "
             f"something that is no input, such as a counter or a random number{counts}"
