@@ -184,6 +184,27 @@ def test_each_pass_of_a_line_has_its_layer():
     assert len(quantizers) == 6
 
 
+class ProductPlus(nn.Module):
+    """A product and the sum that it begins: one line and column for two operations."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.stem, self.weight = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(4, 4, 1, 1))
+        self.joined = joined
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight) + (self.stem(x) if self.joined else x)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_product_and_the_sum_it_begins_are_two_places(joined):
+    x = torch.randn(2, 4, 5, 5)
+    result = qnn.quantize_model(ProductPlus(joined).eval(), example_inputs=(x,))
+    assert {"stem", "quant_conv"} <= {q.path for q in result.quantized}
+    calibrate(result.model, [(x,)])
+    result.model(x)
+
+
 class Columns(nn.Module):
     """A weight in another shape: patches times the flattened kernel."""
 

@@ -48,11 +48,15 @@ _CHILDREN = "_bevquant_join_children"
 
 
 class Place(NamedTuple):
-    """Where a function is: its name, line and column."""
+    """Where a call is: its function, line, column, and the line and column behind its end.
+
+    The end tells `F.linear(x, w)` from `F.linear(x, w) + y`, which begins at the same column.
+    """
 
     function: str
     line: int
     column: int
+    end: tuple[int, int]
 
 
 Site = tuple[Place, ...]
@@ -355,10 +359,10 @@ def site_of(frames: list[FrameType]) -> Site:
 
 
 @cache
-def _position(code: CodeType, instruction: int) -> tuple[int, int]:
-    """Line and column of an instruction, which are the same in every version of Python."""
-    line, _, column, _ = list(code.co_positions())[instruction // 2]
-    return line or 0, column or 0
+def _position(code: CodeType, instruction: int) -> tuple[int, int, tuple[int, int]]:
+    """Begin and end of an instruction, which are the same in every version of Python."""
+    line, last, column, end = list(code.co_positions())[instruction // 2]
+    return line or 0, column or 0, (last or 0, end or 0)
 
 
 def _kind(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
