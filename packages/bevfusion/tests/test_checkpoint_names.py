@@ -31,7 +31,6 @@ from bevfusion.model import (
 
 BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 STAGE = "pts_middle_encoder.encoder_layers.encoder_layer"
-BRANCHES = {"reg": "center", "height": "center_z", "dim": "dim", "rot": "rot", "vel": "vel"}
 CONFIGS_OF = {"voxels": VOXEL_CONFIGS["tiny"], "pillars": PILLAR_CONFIGS["tiny"]}
 Pair = tuple[str, str]
 """A name in the file, and the one here."""
@@ -67,62 +66,50 @@ def decoder(theirs: str, config) -> Iterator[Pair]:
         yield from unit(f"{theirs}.deblocks.{stage}", f"pts_neck.deblocks.{stage}")
 
 
-def openpcdet(config) -> Iterator[Pair]:
-    sparse = hasattr(config.lidar, "encoder_channels")
-    if sparse:
-        yield from unit("backbone_3d.conv_input", "pts_middle_encoder.conv_input")
-        for stage in (1, 2, 3, 4):
-            first = 0 if stage == 1 else 1
-            if first:
-                yield from unit(f"backbone_3d.conv{stage}.0", f"{STAGE}{stage - 1}.2")
-            for i in (0, 1):
-                yield from blocks(f"backbone_3d.conv{stage}.{first + i}", f"{STAGE}{stage}.{i}")
-        yield from unit("backbone_3d.conv_out", "pts_middle_encoder.conv_out")
-    else:
-        path = "pfn_layers.0"
-        norm = f"vfe.{path}.norm", f"pts_voxel_encoder.{path}.norm"
-        yield from both(f"vfe.{path}.linear", f"pts_voxel_encoder.{path}.linear", norm)
-    yield from decoder("backbone_2d", config)
-    shared = "dense_head.shared_conv"
-    ours = "pts_bbox_head.shared_conv"
-    yield from both(f"{shared}.0", f"{ours}.conv", (f"{shared}.1", f"{ours}.bn"))
-    yield f"{shared}.0.bias", f"{ours}.conv.bias"
+def lidar(config, path: str, reader: str, down: str, out: str) -> Iterator[Pair]:
+    """Of det3d, whose stages are one Sequential each, `down` is empty."""
+    if not hasattr(config.lidar, "encoder_channels"):
+        for layer in range(len(config.lidar.feat_channels)):
+            theirs, ours = f"{reader}.pfn_layers.{layer}", f"pts_voxel_encoder.pfn_layers.{layer}"
+            norm = f"{theirs}.norm", f"{ours}.norm"
+            yield from both(f"{theirs}.linear", f"{ours}.linear", norm)
+        return
+    yield from unit(f"{path}.conv_input", "pts_middle_encoder.conv_input")
+    for stage in (1, 2, 3, 4):
+        first = 0
+        if stage > 1:
+            first = 1 if down else 3
+            yield from unit(f"{path}.conv{stage}{down}", f"{STAGE}{stage - 1}.2")
+        for i in (0, 1):
+            yield from blocks(f"{path}.conv{stage}.{first + i}", f"{STAGE}{stage}.{i}")
+    yield from unit(f"{path}.{out}", "pts_middle_encoder.conv_out")
+
+
+def head(config, path: str, tasks: str, block: str, last: str, names: dict) -> Iterator[Pair]:
+    def unit_with_bias(theirs: str, ours: str) -> Iterator[Pair]:
+        yield from both(f"{theirs}.0", f"{ours}.conv", (f"{theirs}.1", f"{ours}.bn"))
+        yield f"{theirs}.0.bias", f"{ours}.conv.bias"
+
+    yield from unit_with_bias(f"{path}.shared_conv", "pts_bbox_head.shared_conv")
     for task in range(len(config.head.tasks)):
-        for name, their in {**BRANCHES, "heatmap": "hm"}.items():
-            path = f"dense_head.heads_list.{task}.{their}"
+        for name in (*dict(config.head.branches), "heatmap"):
+            theirs = f"{path}.{tasks}.{task}.{names.get(name, name)}"
             ours = f"pts_bbox_head.task_heads.{task}.{name}"
-            yield from both(f"{path}.0.0", f"{ours}.0.conv", (f"{path}.0.1", f"{ours}.0.bn"))
-            yield f"{path}.0.0.bias", f"{ours}.0.conv.bias"
-            yield from ((f"{path}.1.{leaf}", f"{ours}.1.{leaf}") for leaf in ("weight", "bias"))
+            yield from unit_with_bias(f"{theirs}{block}", f"{ours}.0")
+            yield from ((f"{theirs}.{last}.{x}", f"{ours}.1.{x}") for x in ("weight", "bias"))
+
+
+def openpcdet(config) -> Iterator[Pair]:
+    yield from lidar(config, "backbone_3d", "vfe", ".0", "conv_out")
+    yield from decoder("backbone_2d", config)
+    names = {"reg": "center", "height": "center_z", "heatmap": "hm"}
+    yield from head(config, "dense_head", "heads_list", ".0", "1", names)
 
 
 def det3d(config) -> Iterator[Pair]:
-    sparse = hasattr(config.lidar, "encoder_channels")
-    if sparse:
-        yield from unit("backbone.conv_input", "pts_middle_encoder.conv_input")
-        for stage in (1, 2, 3, 4):
-            first = 0 if stage == 1 else 3
-            if first:
-                yield from unit(f"backbone.conv{stage}", f"{STAGE}{stage - 1}.2")
-            for i in (0, 1):
-                yield from blocks(f"backbone.conv{stage}.{first + i}", f"{STAGE}{stage}.{i}")
-        yield from unit("backbone.extra_conv", "pts_middle_encoder.conv_out")
-    else:
-        for layer in range(len(config.lidar.feat_channels)):
-            path = f"pfn_layers.{layer}"
-            norm = f"reader.{path}.norm", f"pts_voxel_encoder.{path}.norm"
-            yield from both(f"reader.{path}.linear", f"pts_voxel_encoder.{path}.linear", norm)
+    yield from lidar(config, "backbone", "reader", "", "extra_conv")
     yield from decoder("neck", config)
-    shared, ours = "bbox_head.shared_conv", "pts_bbox_head.shared_conv"
-    yield from both(f"{shared}.0", f"{ours}.conv", (f"{shared}.1", f"{ours}.bn"))
-    yield f"{shared}.0.bias", f"{ours}.conv.bias"
-    for task in range(len(config.head.tasks)):
-        for name in (*dict(config.head.branches), "heatmap"):
-            path = f"bbox_head.tasks.{task}.{'hm' if name == 'heatmap' else name}"
-            ours = f"pts_bbox_head.task_heads.{task}.{name}"
-            yield from both(f"{path}.0", f"{ours}.0.conv", (f"{path}.1", f"{ours}.0.bn"))
-            yield f"{path}.0.bias", f"{ours}.0.conv.bias"
-            yield from ((f"{path}.3.{leaf}", f"{ours}.1.{leaf}") for leaf in ("weight", "bias"))
+    yield from head(config, "bbox_head", "tasks", "", "3", {"heatmap": "hm"})
 
 
 def random_state(model: nn.Module) -> dict[str, Tensor]:
