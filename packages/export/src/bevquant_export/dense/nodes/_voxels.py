@@ -172,8 +172,8 @@ class Voxels:
 
     def _float_convolution(self, step: Step, x: str) -> str:
         module: Any = step.target
-        if module.quantizer is not None or module.activation not in ("None", "ReLU"):
-            refuse(step.path, "a float convolution on quantized voxels has no form")
+        if module.activation not in ("None", "ReLU"):
+            refuse(step.path, f"a float convolution with its own {module.activation} has no form")
         if module.geometry.transposed:
             refuse(step.path, "a sparse convolution that is transposed has no form")
         rows = self._walk(step, module.key, module.geometry.numbers())
