@@ -3,9 +3,9 @@
 `_read_model` lowers a model and runs it; the result is a `_source.Source`. `_emit` writes its steps
 one by one into a `_graph.Graph`: integer layers by `_weighted`, layout operators by `_layout_ops`,
 pooling by `_grid`, float operations by `_floats` and `_aten` or else `_torch_form`, voxels by
-`_voxels`. `_export` makes the ONNX model. A target's finishing steps (`_passes`) and the types of
-half precision (`half`) are passes over an onnx-ir model. `_compare` compares the file with the
-program, cut (`_cut`) at every quantized tensor.
+`_voxels`. `_export` makes the ONNX model. A target's finishing steps (`Profile.passes`) and the
+types of half precision (`half`) are passes over an onnx-ir model. `_compare` compares the file with
+the program, cut (`_cut`) at every quantized tensor.
 """
 
 from __future__ import annotations

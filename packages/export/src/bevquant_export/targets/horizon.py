@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.dense.nodes._passes import numbered_names, scales_as_nodes
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._tensors import Pairs, Step, shape_of
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["HORIZON"]
 
@@ -63,12 +66,6 @@ _NOT_INTEGRATED = {
 # What hands a quantized tensor on as it is.
 _PASS = ("Relu", "MaxPool", "Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
 _MOST_YAML_FILES, _MOST_YAML_BYTES = 64, 2**16
-
-
-def check_opset(opsets: Mapping[str, int]) -> Iterator[Finding]:
-    """Check the opset of the standard operators."""
-    if "" in opsets and opsets[""] != 11:
-        yield OPSET.found("file", f"the opset is {opsets['']}")
 
 
 def check_horizon(pairs: Pairs, path: Path) -> Iterator[Finding]:
@@ -267,6 +264,35 @@ def _inputs(graph: Graph) -> Iterator[Finding]:
             yield SIZES.found(value.name, f"its shape is {dims[:8]}")
 
 
+def scales_as_nodes(model: ir.Model) -> None:
+    """Scale and zero point of each QuantizeLinear as nodes in front of it, for its pair.
+
+    hb_mapper needs only one zero, for any number of scales.
+    """
+    import onnx_ir as ir
+
+    for node in model.graph:
+        if node.op_type != "QuantizeLinear":
+            continue
+        for slot, part in ((1, "scale"), (2, "zero_point")):
+            value: Any = node.inputs[slot]
+            array = value.const_value.numpy()
+            array = array if part == "scale" else array.reshape(-1)[:1].reshape(())
+            made = ir.Value(name=f"{node.name}.{part}")
+            settings = {"value": ir.tensor(array, name="")}
+            model.graph.insert_before(node, ir.node("Constant", [], settings, outputs=[made]))
+            for reader in (node, *node.outputs[0].consumers()):
+                reader.replace_input_with(slot, made)
+    for name in [name for name, value in model.graph.initializers.items() if not value.uses()]:
+        del model.graph.initializers[name]
+
+
+def numbered_names(model: ir.Model) -> None:
+    """Nodes named ``<operator>_<place>``, as hb_mapper's ``run_on_cpu`` lists them."""
+    for place, node in enumerate(model.graph):
+        node.name = f"{node.op_type}_{place}"
+
+
 class _Horizon(QdqTarget):
     name, title, aliases = "horizon", "BPU", ("bpu",)
     sparse = "portable"
@@ -283,7 +309,9 @@ class _Horizon(QdqTarget):
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
         """The operator set, then the rules for every graph."""
-        yield from check_opset(file.graphs[0].opsets)
+        opset = file.graphs[0].opsets.get("", 11)
+        if opset != 11:
+            yield OPSET.found("file", f"the opset is {opset}")
         yield from super().lint(file)
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:

@@ -81,9 +81,7 @@ def _scale(graph: Graph, path: str, largest: str) -> str:
 def product_shape(shape: Sequence[Any], axis: int) -> list[Any]:
     """Shape of an NVFP4 tensor in front of its product: rows, or [batch, channels, places].
 
-    Args:
-        shape: Of the layer's input.
-        axis: Axis of its channels.
+    `shape` is that of the layer's input, `axis` the one of its channels.
     """
     last = axis % len(shape) == len(shape) - 1
     return [-1, shape[-1]] if last else [shape[0], shape[1], -1]
@@ -131,14 +129,7 @@ def _tensor_scale(amax: float) -> Any:
 
 
 def nvfp4_product(graph: Graph, step: Step, layer: BlockLayer, x: str, source: Source) -> str:
-    """The product of an NVFP4 layer, in the shape of its result.
-
-    Args:
-        graph: Receives the nodes.
-        step: The layer's.
-        layer: A linear layer or a convolution of 1×1.
-        x: Its input, of `nvfp4_pair`.
-        source: Of the model.
+    """The product of an NVFP4 layer with a tensor of `nvfp4_pair`, in the shape of its result.
 
     Raises:
         ValueError: A convolution with padding or a stride.

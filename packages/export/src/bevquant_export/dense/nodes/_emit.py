@@ -84,16 +84,9 @@ _MOST = 1 << 20  # elements of a constant that is computed while a file is writt
 def emit(
     source: Source, graph: Graph, inputs: dict[str, str], *, integer_sums: bool = False
 ) -> dict[str, TensorState]:
-    """Add every step of the program.
+    """Add every step of the program; returns the tensors of its values in the file.
 
-    Args:
-        source: The program and its sizes.
-        graph: Receives the nodes.
-        inputs: Name in the program to name in the file.
-        integer_sums: Quantize accumulators in front of a sum, to their range on the example.
-
-    Returns:
-        Name in the program to the tensor of the file.
+    The arguments are those of `Emitter`.
 
     Raises:
         ValueError: An operation without a form; the message names its module.
@@ -347,7 +340,7 @@ class Emitter:
         floats = self._reads_floats(step)
         if floats or (not pads(step) and self._all_states(step)):
             joins = op_spec(step.name).kind == "concat"
-            made = moved(graph, step, self._joined(step) if joins else self.read, self.source)
+            made = moved(self._at(step, self._joined(step) if joins else self.read))
         if made is None and isinstance(step, FloatCall) and floats:
             made = self._float(step, lambda: self._listed(step))
         return self._float(step, lambda: self._torch_form(step)) if made is None else made
@@ -470,7 +463,7 @@ class Emitter:
         return self.graph.constant(step.path or "constant", array, array.dtype)
 
     def _grid(self, step: Step) -> str:
-        at = At(self.graph, step, self.read, self.source)
+        at = self._at(step, self.read)
         # The sizes of a resized tensor are taken from the run where the batch is fixed.
         given = self.source.constants(step.path, dict(step.kwargs))
         if isinstance(step, MaxPool):
@@ -485,7 +478,10 @@ class Emitter:
     def _listed(self, step: Step) -> str | None:
         if isinstance(step, FloatRelu):
             return self.read(step.args[0].name)
-        return self._join(step) or float_operation(self.graph, step, self.read, self.source)
+        return self._join(step) or float_operation(self._at(step, self.read))
+
+    def _at(self, step: Step, read: Callable[[str], str]) -> At:
+        return At(self.graph, step, read, self.source)
 
     def _float(self, step: Step, write: Callable[[], Made]) -> Made:
         """Result of `write`; products of integers and float weights run on the CPU."""

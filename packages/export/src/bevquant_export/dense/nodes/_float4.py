@@ -41,11 +41,7 @@ def float8_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def with_float8(proto: Any) -> Any:
-    """The model with FP8 in place of FP4, and standard operators in place of TensorRT's.
-
-    Args:
-        proto: A model, which is not changed; it is returned where it has no FP4.
-    """
+    """A copy with FP8 in place of FP4 and standard operators in place of TensorRT's, if any."""
     from onnx import numpy_helper, parser
 
     fours = [t.name for t in proto.graph.initializer if t.data_type == E2M1]

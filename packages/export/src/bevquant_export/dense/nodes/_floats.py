@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._at import At, Form, written
 from bevquant_export.dense.nodes._aten import LAYERS, NAMED, plain
-from bevquant_export.dense.nodes._graph import Graph
 from bevquant_export.dense.nodes._grid import average_pool
 from bevquant_export.dense.nodes._numbers import ARITHMETIC
 from bevquant_graph import layer_class, op_spec
@@ -67,20 +65,11 @@ def as_layer(step: FloatCall, constants: Mapping[str, Tensor]) -> FloatCall:
     return replace(step, args=(step.args[0], *rest))
 
 
-def float_operation(
-    graph: Graph, step: Step, read: Callable[[str], str], source: Source
-) -> str | None:
-    """Nodes of a float step; None where it is not on the list.
-
-    Args:
-        graph: Receives the nodes.
-        step: The step.
-        read: Value of the program to its float tensor in the file.
-        source: The program and its sizes.
-    """
+def float_operation(at: At) -> str | None:
+    """Nodes of a float step; None where it is not on the list."""
+    step, source = at.step, at.source
     if any(source.dtype(name) == torch.float64 for name in step.inputs):
         return None  # constants of the nodes below are float32
-    at = At(graph, step, read, source)
     if isinstance(step.target, nn.Module):
         return _module(at, step.target)
     if source.counts(step):

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from bevquant_export._errors import QdqError
-from bevquant_export.dense._source import Source
-from bevquant_export.dense.nodes._at import At, Form, Read, written
-from bevquant_export.dense.nodes._graph import Graph
+from bevquant_export.dense.nodes._at import At, Form, written
 from bevquant_export.sparse.portable._body import FLOAT
 from bevquant_graph import OpSpec, op_spec
 from bevquant_int8sim.program import (
@@ -57,16 +55,16 @@ def reads_positions(step: Step) -> bool:
     return _spec(step).name == "index_put"
 
 
-def moved(graph: Graph, step: Step, read: Read, source: Source) -> str | list[str] | None:
+def moved(at: At) -> str | list[str] | None:
     """Nodes of a layout operator: its output, or several.
 
     None where the operation is unknown.
     """
-    spec, path = _spec(step), step.path
+    step, source, path = at.step, at.source, at.path
+    spec = _spec(step)
     fixed, form = _keeps_order(spec), _form(step, spec)
     if not fixed and (form is None or source.counts(step)):
         return None
-    at = At(graph, step, read, source)
     args, kwargs = source.constants(path, (step.args, dict(step.kwargs)), sizes=fixed)
     if not fixed:
         made: str | list[str] | None = written(form, at, args, kwargs) if form else None

@@ -202,11 +202,7 @@ class Numbers:
 
 
 def refuse(path: str, why: str) -> NoReturn:
-    """Raise for an operation without a form in a file with voxels.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Raise for an operation without a form in a file with voxels."""
     raise QdqError(
         f"{path or 'the model'}: {why}. export_detector writes the "
         "model as two files, cut at dense(); export_sparse_onnx writes a sparse encoder alone"

@@ -56,7 +56,7 @@ class Profile:
             a step that needs one is refused.
         runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
-        passes: Finishing steps of a file, in order (`_passes`).
+        passes: Finishing steps of a file, in order.
     """
 
     name: str

@@ -28,11 +28,7 @@ _GRID_SAMPLE = 16  # first operator set; operators of 13 and later mean the same
 
 
 def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
-    """The float call that a sampling step is.
-
-    Args:
-        step: A `GridSample`, or deformable attention.
-        constants: Constant values of the program.
+    """The float call that a `GridSample` or a deformable attention is.
 
     Raises:
         ValueError: The sizes of the sampled levels are no constants.
@@ -42,13 +38,9 @@ def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
         args = (*step.args, int(mode == "nearest"), PADDINGS.index(padding), corners)
         function = torch.ops.aten.grid_sampler.default
         return FloatCall(
-            step.path,
-            args,
-            step.outputs,
-            name="grid_sampler",
-            function=function,
+            step.path, args, step.outputs, name="grid_sampler", function=function,
             reason=step.reason,
-        )
+        )  # fmt: skip
     value, _, _, places, weights = step.args
     sizes, first = _levels(step, constants)
     return FloatCall(
@@ -60,13 +52,7 @@ def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
 def attention_plugin(
     graph: Graph, step: Step, read: Callable[[str], str], constants: Mapping[str, Tensor]
 ) -> str:
-    """TensorRT's plugin node, with heads and depth joined in its output.
-
-    Args:
-        graph: Receives the nodes.
-        step: A ``"deformable_attention"``.
-        read: Value of the program to its tensor in the file.
-        constants: Constant values of the program.
+    """TensorRT's plugin node for a deformable attention; heads and depth are joined in its output.
 
     Raises:
         ValueError: As `sampling_call`.
@@ -96,11 +82,7 @@ def _levels(step: Step, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
 
 
 def without_plugins(proto: Any) -> Any:
-    """The model with functions of standard operators in place of `ATTENTION` and of FP4.
-
-    Args:
-        proto: A model, which is not changed; it is returned where it has none.
-    """
+    """A copy with functions of standard operators in place of `ATTENTION` and of FP4, if any."""
     proto = with_float8(proto)
     if not any(node.op_type == ATTENTION for node in proto.graph.node):
         return proto

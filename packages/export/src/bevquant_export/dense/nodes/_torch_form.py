@@ -42,15 +42,10 @@ def torch_form(
     source: Source,
     constants: Mapping[str, Tensor],
 ) -> str | list[str]:
-    """Nodes of a float step: its output, or several.
+    """Nodes of a float step that calls a function or a module of torch: its output, or several.
 
-    Args:
-        graph: Receives the nodes.
-        step: Calls a function or a module of torch.
-        read: Value of the program to its tensor in the file.
-        number: Number computed from the file's inputs to its tensor, int64 ``[]``.
-        source: The program and its sizes.
-        constants: Constant values of the program; they become the nodes' own.
+    `read` gives the tensor of a value of the program, `number` that of a number computed from the
+    file's inputs, int64 ``[]``. `constants` of the program become the nodes' own.
 
     Raises:
         ValueError: The reason why it has no such form.
