@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,9 +90,7 @@ def figures_of(content: bytes, *, on_cpu: bool, timing: Timing | None = None) ->
     proto, more = ModelProto.FromString(content), 0
     kinds: dict[str, None] = {}
     for tensor in proto.graph.initializer:
-        elements = 1
-        for length in tensor.dims:
-            elements *= length
+        elements = math.prod(tensor.dims)
         if len(tensor.dims) > 1 and tensor.data_type in _EIGHT_BITS:
             kinds[_EIGHT_BITS[tensor.data_type]] = None
             more += 3 * elements

@@ -249,7 +249,10 @@ def export_qdq_onnx(
     frames = {inputs[n]: int(source.hosts[of]) + 1 for n, of in tables.items() if n in inputs}
     if frames:
         proto.metadata_props.add(key=FRAMES_KEY, value=json.dumps(frames))
-    timing = _timing(proto, model, args, file) if measure else None
+    timing = None
+    if measure and isinstance(model, nn.Module):
+        with quantization_disabled(model):
+            timing = beside_floats(proto, model, args, file)
     content = proto.SerializeToString(deterministic=True)
     file = replace(file, figures=figures_of(content, on_cpu=on_cpu_engine, timing=timing))
     write_whole(target, content)
@@ -284,12 +287,6 @@ def _has_float_form(model: Any) -> bool:
     """Whether it is a module that this package reads itself."""
     kinds = tuple(PROGRAM_READERS)
     return isinstance(model, nn.Module) and not any(isinstance(m, kinds) for m in model.modules())
-
-
-def _timing(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:
-    """Times of the file and of the same model with its quantizers disabled, in turn on `args`."""
-    with quantization_disabled(model):
-        return beside_floats(proto, model, args, file)
 
 
 def beside_floats(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:

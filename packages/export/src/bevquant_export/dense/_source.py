@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from bevquant_export._errors import QdqError
 from bevquant_graph import (
@@ -81,7 +81,8 @@ class _Simulated:
     ) -> None:
         self.model: IntegerModel = self._lowered(model, args, sums, verify)
         ports = ports_of(self.model).items()
-        doubles = [n for n, (_, node) in ports if _dtype(node) == torch.float64]
+        made = {name: node.meta.get("val") for name, (_, node) in ports}
+        doubles = [n for n, v in made.items() if getattr(v, "dtype", None) == torch.float64]
         if doubles:
             held = self.model
             self.model = IntegerModel(
@@ -127,10 +128,6 @@ class _Simulated:
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self.model.run(inputs, record=False, observe=observe)
         return returned
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _refuse_lost_digits(

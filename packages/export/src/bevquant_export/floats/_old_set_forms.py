@@ -169,22 +169,6 @@ def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor | None:
     return x
 
 
-def _at_least(x: Tensor, min: Any) -> Tensor | None:
-    return _clamp(x, min=min)
-
-
-def _at_most(x: Tensor, max: Any) -> Tensor | None:
-    return _clamp(x, max=max)
-
-
-def _threshold(x: Tensor, threshold: float, value: float) -> Tensor:
-    return torch.where(_or_equal(torch.lt, x, threshold), value, x)
-
-
-def _hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    return torch.where(_or_equal(torch.lt, x.abs(), lambd), 0.0, x)
-
-
 def _part_of(compare: Callable[..., Tensor], one: int, x: Tensor, diagonal: int = 0) -> Tensor:
     rows, columns = (torch.arange(x.shape[axis], device=x.device) for axis in (-2, -1))
     kept = compare(columns[None] - rows[:, None], diagonal + one)
@@ -207,28 +191,28 @@ GRID_SAMPLES: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxy
 """Of every operator set before the one that has it."""
 
 
-def _volume_sample(x: Tensor, *given: Any) -> Tensor | None:
-    return _grid_sample(x, *given) if x.dim() == 5 else None
-
-
 VOLUME_SAMPLES: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
-    dict.fromkeys(("grid_sampler", "grid_sampler_3d"), _volume_sample)
+    dict.fromkeys(
+        ("grid_sampler", "grid_sampler_3d"),
+        lambda x, *given: _grid_sample(x, *given) if x.dim() == 5 else None,
+    )
 )
 """Of operator sets whose GridSample takes maps of two axes alone, as TensorRT's in any set."""
 
 
-def _differs(x: Tensor, y: Any) -> Tensor | None:
-    return x != y if x.dtype == torch.bool else None
-
-
 OLD_SET_FORMS: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
     {
-        "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
+        "einsum": _einsum, "clamp": _clamp, "clamp_min": lambda x, min: _clamp(x, min=min),
+        "clamp_max": lambda x, max: _clamp(x, max=max),
         "upsample_trilinear3d": _trilinear, "logit": _logit,
         "tril": partial(_part_of, torch.lt, 1), "triu": partial(_part_of, torch.gt, -1),
-        "threshold": _threshold, "hardshrink": _hardshrink,
+        "threshold": lambda x, threshold, value: torch.where(
+            _or_equal(torch.lt, x, threshold), value, x
+        ),
+        "hardshrink": lambda x, lambd=0.5: torch.where(_or_equal(torch.lt, x.abs(), lambd), 0.0, x),
         "isnan": lambda x: x != x, "isinf": lambda x: x.abs() == math.inf,
-        "isfinite": lambda x: x.abs() < math.inf, "bitwise_xor": _differs,
+        "isfinite": lambda x: x.abs() < math.inf,
+        "bitwise_xor": lambda x, y: x != y if x.dtype == torch.bool else None,
         "logical_xor": lambda x, y: x.bool() != y.bool(),
         "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
     }
@@ -275,10 +259,6 @@ def _searchsorted(
     return count.to(torch.int32) if out_int32 else count
 
 
-def _bucketize(x: Any, line: Tensor, **how: Any) -> Tensor | None:
-    return _searchsorted(line, x, **how)
-
-
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     size, step = x.shape[dim], 1
@@ -303,7 +283,8 @@ def _cdist(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: Any = None) -> Te
 AXIS_FORMS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "kthvalue": _kthvalue, "median": _median, "searchsorted": _searchsorted,
-        "bucketize": _bucketize, "cumprod": _cumprod, "cdist": _cdist,
+        "bucketize": lambda x, line, **how: _searchsorted(line, x, **how), "cumprod": _cumprod,
+        "cdist": _cdist,
     }
 )  # fmt: skip
 """Name of a function of torch → the same of what every runtime has; None where it cannot be."""

@@ -72,7 +72,7 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
     forms: dict[str, Callable[..., Tensor | None]] = {
         "atan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
         "col2im": _fold, "linalg_inv": _inverse, "linalg_solve": _solve,
-        "cross": _cross, "linalg_cross": _linalg_cross, "hypot": _hypot,
+        "cross": _cross, "linalg_cross": lambda a, b, *, dim=-1: _cross(a, b, dim), "hypot": _hypot,
         "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
         "adaptive_max_pool2d": partial(_adaptive_max_pool, _MAX_POOL.max_pool2d_with_indices),
         "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
@@ -129,10 +129,6 @@ def _cross(a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
     if dim is None:  # the first axis of size 3
         dim = [int(size) for size in a.shape].index(3)
     return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
-
-
-def _linalg_cross(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
-    return _cross(a, b, dim)
 
 
 def _hypot(x: Tensor, y: Tensor) -> Tensor:

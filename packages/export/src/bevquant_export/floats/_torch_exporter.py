@@ -71,7 +71,8 @@ def exported(
     read_once = partial(_forms, ONNXRegistry.from_torchlib)
     known = mock.patch.object(ONNXRegistry, "from_torchlib", read_once)
     # Its rewriter drops x + 1e-9 as x + 0 and x * 1.000001 as x * 1: guards would be lost.
-    exact = mock.patch.object(_matcher, "math", SimpleNamespace(isclose=_is_same))
+    same = SimpleNamespace(isclose=lambda value, other, **_: value == other)
+    exact = mock.patch.object(_matcher, "math", same)
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
@@ -96,10 +97,6 @@ def exported(
     proto = program.model_proto
     _name_nodes(proto.graph)
     return proto
-
-
-def _is_same(value: float, other: float, **_: float) -> bool:
-    return value == other
 
 
 @cache

@@ -216,9 +216,9 @@ def _shaped(
         return
     wrong = list(_shapes.check_forms(model, graphs, target))
     yield from wrong
-    told = {finding.node for finding in shared}
+    reported = {finding.node for finding in shared}
     for finding in () if wrong else _shapes.check_shapes(model, graphs, target, folder):
-        if finding.node not in told:
+        if finding.node not in reported:
             yield finding
 
 
@@ -352,7 +352,8 @@ def layers_table(matches: Sequence[LayerMatch], against: bool) -> str:
         item = match.predicted
         rows = f"{item.runs:<10}"
         if against:
-            rows += f"{_engine(match):<10}"
+            runs = match.layer and quoted(match.layer.runs or "not told", plain=True)
+            rows += f"{runs or '-':<10}"
         mark = "" if match.agrees is not False else "  ← other than predicted"
         lines.append(f"{rows}{quoted(item.name, plain=True)} ({quoted(item.op, plain=True)}){mark}")
         more = "; ".join((item.reason, *(f"reformat: {text}" for text in item.reformats)))
@@ -378,12 +379,6 @@ def layers_json(matches: Sequence[LayerMatch]) -> str:
         for m in matches
     ]
     return json.dumps(rows, indent=2, ensure_ascii=False)
-
-
-def _engine(match: LayerMatch) -> str:
-    if match.layer is None:
-        return "-"
-    return quoted(match.layer.runs or "not told", plain=True)
 
 
 def _targets(rule: Rule) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,9 +60,7 @@ def numel(dims: Any) -> int | None:
     """
     if len(dims) > _MOST_DIMS or any(d < 0 for d in dims):
         return None
-    count = 1
-    for dim in dims:
-        count *= int(dim)
+    count = math.prod(map(int, dims))
     return count if count <= _MOST_ELEMENTS else None
 
 

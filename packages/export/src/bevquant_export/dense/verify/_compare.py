@@ -137,12 +137,6 @@ def _of_onnxruntime(error: Exception) -> bool:
     return type(error).__module__.startswith("onnxruntime")
 
 
-def _half_inputs(content: bytes) -> set[str]:
-    import onnx
-
-    return half_inputs(onnx.ModelProto.FromString(content))
-
-
 def compared(
     file: QdqFile,
     content: bytes,
@@ -166,8 +160,10 @@ def compared(
         The quantized tensors; for each output its value in `integer` and in the file, from the same
         integers; and the result of `integer`.
     """
+    import onnx
+
     profile = profile_of(file.profile)
-    halves = _half_inputs(content) if profile.half else set()
+    halves = half_inputs(onnx.ModelProto.FromString(content)) if profile.half else set()
     args = required_of(file, integer, args)
     args = in_half(args, tensors_by_input(file, args), halves) if halves else args
     inputs = {
