@@ -8,7 +8,11 @@ from typing import Any
 import jinja2
 
 _ENVIRONMENT = jinja2.Environment(
-    autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
 )
 
 

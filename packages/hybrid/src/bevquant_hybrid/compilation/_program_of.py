@@ -41,23 +41,10 @@ def program_of(
     """Run a model once and return its computation as a program.
 
     The program is then run on the same and on other inputs, and must return the model's results.
-    This finds computations that the record missed. `kept` gets the model's inputs and its
-    operators' results, by the program's names.
+    This finds computations that the record missed, and a state that a run leaves: the caller
+    restores it (`state_kept`). `kept` gets the model's inputs and its operators' results, by the
+    program's names.
     """
-    # Over all runs: a stateful model returns another result in the second run.
-    with state_kept(module):
-        return _recorded(module, inputs, caller, name, march, options, kept)
-
-
-def _recorded(
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    caller: str,
-    name: str,
-    march: str,
-    options: Mapping[str, Any],
-    kept: dict[str, Tensor] | None,
-) -> Program:
     given = flatten(inputs, f"{caller}: example_inputs")
     # Each its own: one tensor may have been given twice.
     taken = [tensor.detach().clone() for tensor in given.tensors]
@@ -246,7 +233,8 @@ def record_results(
     module = converted_model(model, caller)
     kept: dict[str, Tensor] = {}
     chosen = march_of(march, caller)
-    return program_of(module, arguments, caller, caller, chosen, {}, kept), kept
+    with state_kept(module):
+        return program_of(module, arguments, caller, caller, chosen, {}, kept), kept
 
 
 def with_layouts(program: Program, input_layout: str, output_layout: str) -> Program:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import state_kept
 from bevquant_hybrid._documented import tool
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._version import __version__
@@ -362,7 +363,8 @@ def _written(
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{caller}: name is a {type(name).__name__}: expected a string")
     called = model_name(caller, model, name)
-    program = program_of(model, arguments, caller, called, chosen, options)
+    with state_kept(model):
+        program = program_of(model, arguments, caller, called, chosen, options)
     _refuse_what_the_march_lacks(caller, module, arguments, chosen)
     program = with_layouts(program, options["input_layout"], options["output_layout"])
     write_program(program, path, f"bevquant-hybrid {__version__}")

@@ -193,9 +193,7 @@ def _fits(kind: str, value: Any) -> bool:
     if kind.startswith("List["):
         inner = kind[len("List[") : -1]
         return isinstance(value, tuple) and all(_fits(inner, item) for item in value)
-    if kind in ("number", "Scalar", "float"):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "Tensor":  # torch takes numbers in their place
-        return isinstance(value, Ref | int | float) and not isinstance(value, bool)
-    kinds: dict[str, type] = {"int": int, "bool": bool, "str": str}
-    return type(value) is kinds.get(kind)
+    # Torch takes numbers in the place of tensors.
+    kinds: dict[str, Any] = {"int": int, "bool": bool, "str": str, "Tensor": Ref | int | float}
+    kinds |= dict.fromkeys(("number", "Scalar", "float"), int | float)
+    return isinstance(value, kinds.get(kind, ())) and isinstance(value, bool) == (kind == "bool")
