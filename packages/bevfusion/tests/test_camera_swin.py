@@ -15,8 +15,9 @@ from torch import nn
 from bev_data import InputError
 from bevfusion.deployment import export_files
 from bevfusion.deployment._files import FeaturesPart
+from bevfusion.detectors import example_of
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import CONFIGS, BEVFusion, build_model, example_like, random_weights
+from bevfusion.model import CONFIGS, BEVFusion, build_model, random_weights
 from bevfusion.model.camera import SwinTransformer
 from bevfusion.quantization import calibrate_detector, fuse_detector, quantize_detector
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
@@ -118,7 +119,7 @@ def quantized() -> Quantized:
     model = build_model(TINY, ("camera",))
     batches = FrameBatches(frames, TINY, model, cameras=("CAM_FRONT", "CAM_BACK"))
     random_weights(model, *batches[0])
-    example = example_like(TINY, batches[0])
+    example = example_of(TINY, batches[0])
     fused: Any = fuse_detector(model, example).model
     made = quantize_detector(fused, example, ["camera"], method="max")
     linear = {item.path for item in made.quantized if item.kind == "QuantLinear"}

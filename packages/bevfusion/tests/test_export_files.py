@@ -14,8 +14,9 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 from bev_data import InputError
 from bev_data.points import Frame
 from bevfusion.deployment import _export, export_files, nvidia_pieces
+from bevfusion.detectors import example_of
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import CONFIGS, build_model, example_like, random_weights
+from bevfusion.model import CONFIGS, build_model, random_weights
 from bevfusion.quantization import fuse_detector, quantize_detector
 from bevquant_quantizers import TensorQuantizer, calibrate
 
@@ -30,7 +31,7 @@ def test_a_sparse_encoder_is_written_and_computes_what_the_integers_do(
     model = build_model(TINY, ("lidar",)).eval()
     batches = FrameBatches([Frame("one", points)], TINY, model)
     random_weights(model, *batches[0], seed=0)
-    example = example_like(TINY, batches[0])
+    example = example_of(TINY, batches[0])
     folded = fuse_detector(model, example).model
     quantized = quantize_detector(folded, example, ["lidar"], first_layer=False).model
     calibrate(quantized, batches, forward=lambda net, batch: net(*batch), method="max")

@@ -11,15 +11,9 @@ import torch
 
 from bev_data import InputError
 from bev_data.points import Frame
+from bevfusion.detectors import example_of
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import (
-    CONFIGS,
-    BEVFusion,
-    build_model,
-    example_batch,
-    example_like,
-    random_weights,
-)
+from bevfusion.model import CONFIGS, BEVFusion, build_model, example_batch, random_weights
 from bevfusion.quantization import (
     MeanAp,
     calibrate_detector,
@@ -44,7 +38,7 @@ def fused() -> BEVFusion:
 
 
 def test_examples_have_the_sensors_of_the_batch() -> None:
-    alike = example_like(TINY, BATCH)
+    alike = example_of(TINY, BATCH)
     assert alike.images is None
     assert torch.equal(alike.features, BATCH.features)
     assert example_batch(TINY).images.shape == (1, 1, 3, *TINY.camera.image_size)

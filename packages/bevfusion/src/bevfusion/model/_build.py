@@ -346,11 +346,3 @@ def example_batch(config: BEVFusionConfig) -> Batch:
     # A stride prime to the number of cells spreads the points over all of them.
     spread = torch.arange(points) * 7919 % cells
     return Batch(features, coords.contiguous(), 1, images, depth, spread)
-
-
-def example_like(config: BEVFusionConfig, batch: Batch) -> Batch:
-    """`example_batch`, of the sensors that a batch has."""
-    absent: dict[str, Any] = {
-        name: None for name, given in batch._asdict().items() if given is None
-    }
-    return example_batch(config)._replace(**absent)
