@@ -175,6 +175,21 @@ class MovedVoxels(nn.Module):
         return result
 
 
+class SummedVoxels(nn.Module):
+    """Voxels of two branches, added where both have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = subm(4, 8, "first"), subm(8, 6, "last")
+        self.wide = layer(spconv.SparseConv3d(8, 8, 3, padding=1, bias=False), 8)
+
+    def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+        x = self.first(spconv.SparseConvTensor(features, coords, [12, 12, 12], 1))
+        total = spconv.functional.sparse_add(x, self.wide(x), x)
+        result: Tensor = self.last(total).dense()
+        return result
+
+
 class ChosenVoxels(nn.Module):
     """Means over points and one voxel for many, counted with ``len``, then a sparse network."""
 
@@ -236,8 +251,15 @@ def close(wanted: Tensor, made: Tensor) -> bool:
 @pytest.mark.parametrize("frame", [0, 1, 2])
 @pytest.mark.parametrize(
     ("make", "inputs"),
-    [(ComputedGrid, scans), (Scales, batch), (MovedVoxels, indexed), (ChosenVoxels, cloud)],
+    [
+        (ComputedGrid, scans),
+        (Scales, batch),
+        (MovedVoxels, indexed),
+        (SummedVoxels, indexed),
+        (ChosenVoxels, cloud),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # spconv's sparse_add
 def test_integers_follow_on_frames_of_any_size(make: Any, inputs: Any, frame: int) -> None:
     wanted = quantized(make, inputs)(*inputs(frame))
     made = integers(make, inputs)(*inputs(frame))

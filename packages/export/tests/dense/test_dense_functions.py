@@ -250,6 +250,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
         x[:, 0, 0], x[:, 1, 1], *torch.linspace(-1, 1, 216).view(2, 18, 6)
     ),
     "parts of several sizes": lambda x: torch.cat(x.sin().chunk(4, -1)[::-1], -1),
+    "by the range of all": lambda x: (x - x.amin()) / x.amax(keepdim=True) * (x > 0).amax(),
+    "by the range": lambda x: (x - x.aminmax()[0]) / (x.aminmax(dim=1, keepdim=True)[1].exp() + 1),
     "weights of one axis": lambda x: F.linear(x.softmax(-1), torch.linspace(0, 5, 6)),
 }
 

@@ -121,6 +121,43 @@ def focal(nets):
     return Focal()
 
 
+def pruned(nets):
+    """Voxels of a good score alone go on: their layer has another range than the score's."""
+    spconv = nets.spconv
+
+    class Pruned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+            self.judge = spconv.SubMConv3d(8, 1, 3, padding=1)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            wanted = self.judge(x).features.sigmoid()[:, 0]
+            kept = (wanted > 0.5) & (x.indices[:, 3] % 3 > 0)
+            rows, places = x.features[kept], x.indices[kept]
+            return self.last(spconv.SparseConvTensor(rows, places, x.spatial_shape, batch_size))
+
+    return Pruned()
+
+
+def summed(nets):
+    """Voxels of two branches, added where both have one."""
+    spconv = nets.spconv
+
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.last = subm(nets, 5, 8), subm(nets, 8, 6)
+            self.wide = spconv.SparseConv3d(8, 8, 3, padding=1)
+
+        def forward(self, features, coords, batch_size):
+            x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
+            return self.last(spconv.functional.sparse_add(x, self.wide(x)))
+
+    return Summed()
+
+
 def shared(nets):
     """The better half of a frame's voxels behind a gate, the rest as it is; a residual sum."""
     spconv = nets.spconv
@@ -184,10 +221,13 @@ def windowed(nets):
         (merged, 2, r"\(cat\)|cat in"),
         (gated, 2, "getitem in"),
         (focal, 1, "sigmoid|mul"),
+        (pruned, 1, "sigmoid"),
         (shared, 1, "sigmoid|mul"),
+        (summed, 2, "cat in"),
         (windowed, 1, "getitem in|floor_divide in"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # spconv's sparse_add
 def test_a_file_makes_the_integers_of_the_model(nets, tmp_path, make, frames, refused):
     torch.manual_seed(0)
     given = [nets.frame(s, share=0.1 + 0.05 * s, batch_size=frames) for s in range(3)]

@@ -139,9 +139,8 @@ def spconv_call(error: BaseException) -> str:
 
 
 _SUMS = (
-    "which adds over the union of the voxels, by torch's sparse tensors or by tables on CUDA, and "
-    "has no form in a graph: where both have the same voxels, as in a residual block, write "
-    "x + y or use AddTable"
+    "which adds over the union of the voxels, by tables on CUDA: use sparse_add, or, where both "
+    "have the same voxels, as in a residual block, x + y or AddTable"
 )
 _OTHERS = (
     "which has no form in a graph: use spconv's modules, on bevquant's kernels "

@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -91,8 +91,10 @@ def open_shapes() -> Iterator[None]:
 
     spconv's constructor takes ``int(size)`` of each, which fixes a size that the forward has
     computed (the largest coordinate of a scan, as Pointcept's SpUNet does) to that of the example;
-    and it decides by a batch size, which mmdet3d's BEVFusion gives it as a tensor. Where spconv was
-    not imported there is nothing to do.
+    and it decides by a batch size, which mmdet3d's BEVFusion gives it as a tensor. Its `sparse_add`
+    adds torch's sparse tensors or tables on CUDA, which no graph holds: the sum by ``unique`` and
+    ``index_add`` gives the same voxels, in the same order as the former. Where spconv was not
+    imported there is nothing to do.
 
     Example:
         >>> with open_shapes():
@@ -111,10 +113,17 @@ def open_shapes() -> Iterator[None]:
             given["batch_size"] = given["batch_size"].item()
         begin(given.pop(names[0]), **given)
 
-    with (
-        patch.object(core, "int", _Int, create=True),
-        patch.object(core.SparseConvTensor, "__init__", counted),
-    ):
+    from bevquant_sparse._standin._functional import sparse_add
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(core, "int", _Int, create=True))
+        stack.enter_context(patch.object(core.SparseConvTensor, "__init__", counted))
+        for name in ("sparse_add", "sparse_add_hash_based"):
+            # The code, because models import the function by its name. Its globals are those of
+            # spconv's module, which has ``torch`` and ``SparseConvTensor`` too.
+            if added := getattr(sys.modules.get("spconv.pytorch.functional"), name, None):
+                stack.callback(setattr, added, "__code__", added.__code__)
+                added.__code__ = sparse_add.__code__
         yield
 
 

@@ -26,6 +26,7 @@
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
   A is well-conditioned. Of a singular matrix torch ends with an error, and a file divides by zero.
 - ``max`` and ``min`` of masks: those of integers. ReduceMax takes masks from operator set 20 on.
+- ``amax`` and ``amin`` of a whole tensor: of the axes by number. ``aminmax``: by these two.
 - ``segment_reduce`` along the first axis, between offsets: a scatter to the numbers of the
   segments, the running sum of ones at their starts.
 - ``view(dtype)`` of integers: bytes by division, integers by the sum of bytes · 256ⁱ, the least
@@ -57,7 +58,6 @@ from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 from bevquant_graph import ALIASES, FunctionCalls
 
 _FIRST_EINSUM = 12  # operator set
-_REDUCTIONS = ("max", "min", "amax", "amin")
 _MAX_POOL = torch.ops.aten
 _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
@@ -78,7 +78,9 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
         "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
         "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
-        **{name: partial(_of_flags, getattr(torch, name)) for name in _REDUCTIONS},
+        "max": partial(_of_flags, torch.max), "min": partial(_of_flags, torch.min),
+        "amax": partial(_extreme, torch.amax), "amin": partial(_extreme, torch.amin),
+        "aminmax": _extremes,
         "copysign": _copysign, "rrelu": _rrelu, "reshape": _bits, "segment_reduce": _segments,
         **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
     }  # fmt: skip
@@ -198,6 +200,20 @@ def _of_flags(reduce: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) 
         return None
     made = reduce(x.int(), *args, **kwargs)
     return made.bool() if isinstance(made, Tensor) else (made[0].bool(), made[1])
+
+
+def _extreme(
+    reduce: Callable[..., Tensor], x: Tensor, dim: Any = (), keepdim: bool = False
+) -> Tensor | None:
+    axes = dim if isinstance(dim, int) or dim else tuple(range(x.dim()))
+    if x.dtype == torch.bool:
+        return reduce(x.int(), axes, keepdim).bool()
+    return None if axes is dim else reduce(x, axes, keepdim)
+
+
+def _extremes(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    axes = () if dim is None else dim
+    return x.amin(axes, keepdim), x.amax(axes, keepdim)
 
 
 def _segments(

@@ -75,7 +75,9 @@ def compared(
 
     reference, wanted, places = reference_of(integers, inputs)
     summed = _only_summed(file.nodes)
-    summed |= {node.x for node in file.nodes if isinstance(node, Select)}
+    for node in file.nodes:
+        if isinstance(node, Select | Steps):
+            summed.update(node.inputs)
     parted = {node.path.removesuffix(PERMUTED) for node in file.nodes if permutes_channels(node)}
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []

@@ -17,18 +17,19 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
         ValueError: The grids, batch sizes or channels differ.
     """
     first = tens[0]
-    shapes = {(*x.spatial_shape, x.batch_size, x.features.shape[1]) for x in tens}
-    if len(shapes) != 1:
+    shapes = [[*x.spatial_shape, x.batch_size, x.features.shape[1]] for x in tens]
+    if any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             "sparse_add: expected one grid, batch size and number of channels, got "
-            + " and ".join(str(list(shape)) for shape in sorted(shapes))
+            + " and ".join(map(str, shapes))
         )
-    rows = torch.cat([x.indices for x in tens])
-    indices, places = torch.unique(rows, dim=0, return_inverse=True)
-    total = first.features.new_zeros(indices.shape[0], first.features.shape[1])
-    # Rows of one tensor are distinct, so each addition has one order, on CUDA too.
-    for x, at in zip(tens, places.split([len(x.indices) for x in tens]), strict=True):
-        total = total.index_add(0, at, x.features)
+    indices, total = first.indices, first.features
+    # Two tensors at a time: a voxel has at most two rows, whose sum has one order, on CUDA too.
+    for x in tens[1:]:
+        rows = torch.cat([total, x.features])
+        places = torch.cat([indices, x.indices])
+        indices, row = torch.unique(places, dim=0, return_inverse=True)
+        total = rows.new_zeros(indices.shape[0], rows.shape[1]).index_add(0, row, rows)
     return SparseConvTensor(
         total, indices, first.spatial_shape, first.batch_size, benchmark=first.benchmark
     )
