@@ -130,13 +130,8 @@ def _uninitialised(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook observes the module's inputs or outputs."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
 
 
 def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:

@@ -209,26 +209,19 @@ def _part_calls(
     """Arguments and results of each part's first call, in the order of the calls."""
     seen: dict[str, tuple[tuple[Any, ...], list[Tensor] | None]] = {}
     known = dict(model.named_modules())
-
     given: dict[str, tuple[Any, ...]] = {}
 
-    def enter(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            given.setdefault(path, own_inputs(args))  # the part may write to them
+    def enter(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        given.setdefault(path, own_inputs(args))  # the part may write to them
 
-        return hook
-
-    def leave(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if path not in seen:
-                seen[path] = given[path], None if path in unchecked else _kept(output)
-
-        return hook
+    def leave(path: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if path not in seen:
+            seen[path] = given[path], None if path in unchecked else _kept(output)
 
     with ExitStack() as stack, evaluation(model), torch.no_grad():
         for path in known.keys() & set(parts):
-            stack.callback(known[path].register_forward_pre_hook(enter(path)).remove)
-            stack.callback(known[path].register_forward_hook(leave(path)).remove)
+            stack.callback(known[path].register_forward_pre_hook(partial(enter, path)).remove)
+            stack.callback(known[path].register_forward_hook(partial(leave, path)).remove)
         called(model, example_inputs)
     return seen
 

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -170,16 +169,6 @@ class _Planner(Reader):
             self.found[path] = planned
         return self.found[path]
 
-    @cached_property
-    def calls(self) -> dict[str, list[fx.Node]]:
-        """The nodes of each layer."""
-        found: dict[str, list[fx.Node]] = {}
-        for node in self.operations:
-            layer = self.layer(node)
-            if layer is not None:
-                found.setdefault(layer, []).append(node)
-        return found
-
     def together(self, fold: Fold, norms: list[fx.Node]) -> Fold:
         """The fold, of layers that run for each frame for which the batch norm runs.
 
@@ -187,7 +176,7 @@ class _Planner(Reader):
             Refused: They are in other branches of a question about values or sizes.
         """
         layers = {fold.conv, *(part.layer for part in fold.parts)}
-        calls = [node for layer in layers if layer for node in self.calls.get(layer, ())]
+        calls = [node for layer in layers if layer for node in self.layers.get(layer, ())]
         place = self.graph.apart([*norms, *calls])
         if place:
             raise Refused(

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ._opaque import Opaque, Recorded, called_as_operator, recorded
+from ._opaque import Opaque, Recorded, called_as_operator, forwards_replaced, recorded
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._signature import Arguments
@@ -83,13 +83,6 @@ class Closing:
         """
         found: dict[str, Opaque] = {}
         calls: Counter[str] = Counter()
-        own = [
-            (path, module, module.forward)
-            for path, module in traced.named_modules()
-            if path
-            and not any(f"{path}.".startswith(f"{other}.") for other in opaque)
-            and not isinstance(module, torch.jit.ScriptModule)  # it is the model's own
-        ]
 
         def forward(path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             place = calls[path]
@@ -110,16 +103,15 @@ class Closing:
                 found[path] = entry
                 return called_as_operator(entry.calls[place], args, kwargs)
 
-        held = [(module, module.__dict__.get("forward")) for _, module, _ in own]
-        for path, module, run in own:
-            module.__dict__["forward"] = partial(forward, path, run)
-        try:
+        own = {
+            path: partial(forward, path, module.forward)
+            for path, module in traced.named_modules()
+            if path
+            and not any(f"{path}.".startswith(f"{other}.") for other in opaque)
+            and not isinstance(module, torch.jit.ScriptModule)  # it is the model's own
+        }
+        with forwards_replaced(traced, own):
             yield found
-        finally:
-            for module, before in held:
-                del module.__dict__["forward"]
-                if before is not None:
-                    module.__dict__["forward"] = before
 
 
 def _outside_of_the_trace(make: Callable[[], Opaque]) -> Opaque | None:

@@ -144,23 +144,20 @@ class Constants(TorchFunctionMode):
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
-        leaves = _leaves((args, kwargs))
-        given = [value for value in leaves if isinstance(value, Tensor)]
         if name in _SIZED or name in _CUT:
             kept = args[: name in _CUT]
             plain = self._taken_index if name == "__getitem__" else self._taken_number
             rest = map_aggregate((args[len(kept) :], kwargs), plain)
             args, kwargs = (*kept, *rest[0]), rest[1]
-            leaves = _leaves((args, kwargs))
-            given = [value for value in leaves if isinstance(value, Tensor)]
-        if name in _OF_NUMBERS and any(map(_is_open, leaves)):
+        if name in _OF_NUMBERS and any(map(_is_open, _leaves((args, kwargs)))):
             self.of_sizes = True
             if self.fix_sizes:
                 args, kwargs = map_aggregate((args, kwargs), _fixed)
-                leaves = _leaves((args, kwargs))
             elif name != "tensor":  # torch.tensor leaves them open, the others do not
                 args, kwargs = _as_of_tensor(name, args, kwargs)
                 func = torch.tensor
+        leaves = _leaves((args, kwargs))
+        given = [value for value in leaves if isinstance(value, Tensor)]
         known = [id(value) in self._known for value in given]
         origin = self._origins(given)
         if name == "__bool__" and id(args[0]) in self._open:

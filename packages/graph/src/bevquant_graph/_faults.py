@@ -6,7 +6,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -313,7 +313,6 @@ def lower_precision(run: Callable[[], Any]) -> str:
 def _observed(model: nn.Module, run: Callable[[], Any]) -> list[Any]:
     found: list[Any] = []
     names = {module: path for path, module in model.named_modules()}
-    handles = []
     before: list[Any] = []
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -322,14 +321,11 @@ def _observed(model: nn.Module, run: Callable[[], Any]) -> list[Any]:
     def leave(module: nn.Module, _: Any, output: Any) -> None:
         found.append((names[module], module, before.pop(), _print(output)))
 
-    for module in names:
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
@@ -473,21 +474,17 @@ class Graph:
 
         self._run(own_inputs(self._checked(given)), lambda v: seen.add(print_of(v)))
         missing: list[str] = []
-        handles = []
-        for path, module in self.model.named_modules():
-            if next(module.children(), None) is None:
 
-                def look(_: Any, __: Any, out: Any, path: str = path) -> None:
-                    if isinstance(out, Tensor) and print_of(out) not in seen:
-                        missing.append(path)
+        def look(path: str, _: Any, __: Any, out: Any) -> None:
+            if isinstance(out, Tensor) and print_of(out) not in seen:
+                missing.append(path)
 
-                handles.append(module.register_forward_hook(look))
-        try:
+        with ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                if next(module.children(), None) is None:
+                    hooks.callback(module.register_forward_hook(partial(look, path)).remove)
             with torch.no_grad(), state_kept(self.model):
                 self._called(given)
-        finally:
-            for handle in handles:
-                handle.remove()
         return f"{missing[0]} departs first" if missing else ""
 
     def __repr__(self) -> str:

@@ -148,24 +148,27 @@ def opaque_call(key: str) -> _Call:
 @contextmanager
 def opaque_modules(model: nn.Module, opaque: Mapping[str, Opaque]) -> Iterator[None]:
     """While it is entered, each module at a path of `opaque` is one operator call."""
-    closed: list[tuple[nn.Module, Any]] = []
-    for path, entry in opaque.items():
-        module = model.get_submodule(path)
-        calls = iter(entry.calls)
 
-        def forward(*args: Any, calls: Any = calls, **kwargs: Any) -> Any:
-            return called_as_operator(next(calls), args, kwargs)
+    def forward(calls: Iterator[_Call], *args: Any, **kwargs: Any) -> Any:
+        return called_as_operator(next(calls), args, kwargs)
 
-        closed.append((module, module.__dict__.get("forward")))
-        module.__dict__["forward"] = forward
+    given = {path: partial(forward, iter(entry.calls)) for path, entry in opaque.items()}
+    with forwards_replaced(model, given):
+        yield
+
+
+@contextmanager
+def forwards_replaced(model: nn.Module, forwards: Mapping[str, Any]) -> Iterator[None]:
+    """While it is entered, the modules at these paths have other forwards."""
+    held = [(vars(model.get_submodule(p)), forward) for p, forward in forwards.items()]
+    before = [(own, own.get("forward")) for own, _ in held]
+    for own, forward in held:
+        own["forward"] = forward
     try:
         yield
     finally:
-        for module, own in closed:
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
+        for own, forward in before:
+            own.pop("forward") if forward is None else own.update(forward=forward)
 
 
 def called_as_operator(call: _Call, args: Any, kwargs: Any) -> Any:

@@ -105,17 +105,13 @@ def root_class(info: Any, inputs: list[fx.Node]) -> type[Part]:
                     f"{type(self).__name__}: expected the inputs {names} that the program was "
                     f"exported with, got {len(args)} positional ones and {sorted(kwargs)}"
                 )
-            wanted = info.in_spec
-            count = wanted.children()[0].num_children
-            ordered = [given[name] for name in names]
-            keys = names[count:]
-            leaves, spec = pytree.tree_flatten(
-                (tuple(ordered[:count]), dict(zip(keys, ordered[count:], strict=True)))
-            )
-            if spec != wanted:
+            count = info.in_spec.children()[0].num_children
+            ordered = tuple(given[name] for name in names[:count])
+            leaves, spec = pytree.tree_flatten((ordered, {n: given[n] for n in names[count:]}))
+            if spec != info.in_spec:
                 raise TypeError(
-                    f"{type(self).__name__}: expected inputs nested as the program's, {wanted}, "
-                    f"got {spec}"
+                    f"{type(self).__name__}: expected inputs nested as the program's, "
+                    f"{info.in_spec}, got {spec}"
                 )
             for index, (name, fixed, number) in sizes.items():
                 if fixed is None and leaves[index] != number:

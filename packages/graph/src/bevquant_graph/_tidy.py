@@ -198,10 +198,7 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
                     user.replace_all_uses_with(made)
                 if user.target is operator.getitem and not user.users:
                     graph.erase_node(user)
-            if node.users:
-                graph.erase_node(made)
-            else:
-                graph.erase_node(node)
+            graph.erase_node(made if node.users else node)
         elif node.target is torch.ops.aten.cat.default:
             joined = _joined(node.args[0])
             node.meta[PASSED_OVER] = len(joined) < len(node.args[0])

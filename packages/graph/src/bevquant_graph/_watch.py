@@ -85,7 +85,9 @@ class Watch:
     def __call__(self, value: Any, place: Place) -> Any:
         if id(value) in self._made:
             made = self._made[id(value)]
-            self._watched(made).note.places.append(place)
+            watched = watched_of(made)
+            assert watched is not None
+            watched.note.places.append(place)
         elif type(value) in WATCHED:
             made = self._made[id(value)] = WATCHED[type(value)]()
             made._watched = self._new(place)
@@ -111,11 +113,6 @@ class Watch:
     def _new(self, place: Place) -> _Watched:
         self.notes.append(_Note([place]))
         return _Watched(self.notes[-1])
-
-    def _watched(self, made: Any) -> _Watched:
-        found = watched_of(made)
-        assert found is not None
-        return found
 
 
 class _Watching(dict[Any, Any]):

@@ -8,7 +8,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -118,13 +118,11 @@ class _Observer:
         """Follow the children of opaque modules, each on its inputs in a run of the model."""
         watch = _Boundaries()
         hooked = {*inside, *(child for children in inside.values() for child in children)}
-        handles = [m.register_forward_pre_hook(watch.enter, with_kwargs=True) for m in hooked]
-        handles += [m.register_forward_hook(watch, with_kwargs=True) for m in hooked]
-        try:
+        with ExitStack() as hooks:
+            for m in hooked:
+                hooks.callback(m.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
+                hooks.callback(m.register_forward_hook(watch, with_kwargs=True).remove)
             run(root, *given)
-        finally:
-            for handle in handles:
-                handle.remove()
         known: dict[object, object] = {}
         for module in inside:
             nodes = [] if around is None else around.opaque_calls(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from bevquant_graph import called, running
 from bevquant_graph import evaluation as in_evaluation
 from bevquant_qnn._snapshots import UnknownValue, copied, kept, same, tensors
 from bevquant_qnn._steps import is_library_module
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, quantization_disabled
 
 # Running a model on example inputs without leaving a trace.
 
@@ -28,17 +29,12 @@ def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, quantizers bypassed; each put back as it was."""
-    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    disabled = [(quantizer, quantizer._disabled) for quantizer in quantizers]
-    try:
-        for quantizer in quantizers:
-            quantizer.disable()
-        # Inference tensors do not count in-place changes, which the analysis has to see.
-        with in_evaluation(model), torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        for quantizer, flag in disabled:
-            quantizer._disabled = flag
+    # Inference tensors do not count in-place changes, which the analysis has to see.
+    with (
+        quantization_disabled(model), in_evaluation(model),
+        torch.inference_mode(False), torch.no_grad(),
+    ):  # fmt: skip
+        yield
 
 
 Forward = Callable[..., Any]
@@ -103,20 +99,18 @@ class Watch:
 Run = Callable[[nn.Module], Any]
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """One call: the module, and the number of the first call after it and those within it."""
 
-    __slots__ = ("answerable", "args", "end", "module", "output", "pure", "seen", "versions")
-
-    def __init__(self, module: nn.Module, pure: bool) -> None:
-        self.module = module
-        self.pure = pure
-        self.end = 0
-        self.answerable = False
-        self.args: Any = None
-        self.output: Any = None
-        self.versions: tuple[int, ...] = ()
-        self.seen: tuple[int, ...] = ()
+    module: nn.Module
+    pure: bool
+    end: int = 0
+    answerable: bool = False
+    args: Any = None
+    output: Any = None
+    versions: tuple[int, ...] = ()
+    seen: tuple[int, ...] = ()
 
 
 class _Enough(BaseException):
