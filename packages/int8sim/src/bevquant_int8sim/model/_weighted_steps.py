@@ -132,11 +132,13 @@ class Dense(Weighted):
 
     Attributes:
         addend_multiplier: Of a second operand, which is added before the rounding.
+        windows: Fields that the kernel takes as they are.
     """
 
     addend_multiplier: Positive | None = None
 
     reads: ClassVar[tuple[int, int] | None] = (1, 2)
+    windows: ClassVar[tuple[str, ...]] = ()
     kernels: ClassVar[Mapping[int, Callable[..., Tensor]]]
 
     def _compute(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
@@ -152,7 +154,7 @@ class Dense(Weighted):
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        return self.settings
+        return self.settings | {name: getattr(self, name) for name in self.windows}
 
     def _result_shape(self, x: Tensor) -> tuple[int, ...]:
         raise NotImplementedError
@@ -198,16 +200,8 @@ class Conv(Dense):
     op = "conv"
     channel_axis = 1
     ranks = (3, 4, 5)
-    kernels: ClassVar = {
-        3: int8_conv1d,
-        4: int8_conv2d,
-        5: int8_conv3d,
-    }
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """With those of the windows."""
-        return {**super().settings, **_windows(self), "padding": self.padding}
+    windows = ("stride", "padding", "dilation", "groups")
+    kernels: ClassVar = {3: int8_conv1d, 4: int8_conv2d, 5: int8_conv3d}
 
     def _result_shape(self, x: Tensor) -> tuple[int, ...]:
         sizes, kernel = x.shape[2:], self.weight.shape[2:]
@@ -234,13 +228,8 @@ class ConvTranspose(Dense):
     channel_axis = 1
     out_axis = 1
     ranks = (4,)
+    windows = ("stride", "padding", "output_padding", "dilation", "groups")
     kernels: ClassVar = {4: int8_conv_transpose2d}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """With those of the windows."""
-        padding = {"padding": self.padding, "output_padding": self.output_padding}
-        return {**super().settings, **_windows(self), **padding}
 
     @property
     def out_channels(self) -> int:
@@ -255,10 +244,6 @@ class ConvTranspose(Dense):
         axes, pads = self.weight.dim() - 2, (self.padding, self.output_padding)
         _check_sizes(axes, self.stride, *pads, self.dilation)
         _check_groups(self.weight, self.out_channels, self.groups)
-
-
-def _windows(step: Conv | ConvTranspose) -> dict[str, Any]:
-    return {"stride": step.stride, "dilation": step.dilation, "groups": step.groups}
 
 
 def _check_groups(weight: Tensor, channels: int, groups: int) -> None:
