@@ -52,11 +52,7 @@ def test_what_a_hook_collects_is_still_the_callers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("lock", threading.Lock()),
-        ("rows", (i for i in range(3))),
-    ],
+    ("name", "value"), [("lock", threading.Lock()), ("rows", (i for i in range(3)))]
 )
 def test_what_cannot_be_copied_is_named(name: str, value: Any) -> None:
     net = nn.Sequential(nn.Sequential(nn.ReLU()))

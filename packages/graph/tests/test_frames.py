@@ -209,10 +209,7 @@ def test_tuples_of_tensors_are_frames_where_the_forward_runs_on_one() -> None:
 
 def test_a_list_that_is_one_call_stays_one() -> None:
     level = torch.randn(2, 3)
-    graph = capture(
-        Pair(pairs=True).eval(),
-        [(level,) * 2] * 2,
-    )
+    graph = capture(Pair(pairs=True).eval(), [(level,) * 2] * 2)
     assert len(graph.input_names) == 4
 
 

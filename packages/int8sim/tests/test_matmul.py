@@ -62,11 +62,7 @@ def absent(a, b):
 
 @pytest.mark.parametrize(
     ("made_by", "exact"),
-    [
-        (lambda a, b: (a.long() @ b.long()).int(), True),
-        (saturating, False),
-        (absent, False),
-    ],
+    [(lambda a, b: (a.long() @ b.long()).int(), True), (saturating, False), (absent, False)],
 )
 def test_a_product_that_saturates_is_not_trusted(monkeypatch, made_by, exact):
     monkeypatch.setattr(torch, "_int_mm", made_by)

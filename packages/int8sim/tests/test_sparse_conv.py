@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim import (
-    AccumulatorOverflowError,
-    int8_linear,
-    int8_sparse_conv,
-    requantize,
-)
+from bevquant_int8sim import AccumulatorOverflowError, int8_linear, int8_sparse_conv, requantize
 from bevquant_sparse import WeightLayout, build_rulebook, permute_weight
 
 SUBM = dict(kernel_size=3, stride=1, padding=1, dilation=1, subm=True)

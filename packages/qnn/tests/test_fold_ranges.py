@@ -28,11 +28,7 @@ LAYERS = {
     "depthwise": (nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), (2, 8, 5, 5)),
     "linear": (nn.Linear(4, 8), nn.BatchNorm1d(8), (16, 4)),
     "transposed": (nn.ConvTranspose2d(4, 8, 2, stride=2), nn.BatchNorm2d(8), (2, 4, 5, 5)),
-    "grouped transposed": (
-        nn.ConvTranspose2d(4, 8, 2, groups=2),
-        nn.BatchNorm2d(8),
-        (2, 4, 5, 5),
-    ),
+    "grouped transposed": (nn.ConvTranspose2d(4, 8, 2, groups=2), nn.BatchNorm2d(8), (2, 4, 5, 5)),
     "transposed 1d": (nn.ConvTranspose1d(4, 8, 3, groups=4), nn.BatchNorm1d(8), (2, 4, 5)),
 }
 

@@ -79,10 +79,7 @@ def float_functional(kind, name):
 
 
 @pytest.mark.parametrize("kind", [FloatFunctional, FXFloatFunctional])
-@pytest.mark.parametrize(
-    ("name", "added"),
-    [("add", 1), ("add_relu", 1), ("cat", 1), ("mul", 0)],
-)
+@pytest.mark.parametrize(("name", "added"), [("add", 1), ("add_relu", 1), ("cat", 1), ("mul", 0)])
 def test_float_functional_is_quantized_as_what_it_computes(kind, name, added):
     x = torch.randn(1, 3, 8, 8)
     result = quantize_model(float_functional(kind, name), example_inputs=x)

@@ -106,10 +106,7 @@ def test_trap_18_swin_shares_by_data_flow(nets, observed):
     model, x = nets.SwinNet().eval(), torch.randn(1, 3, 32, 32)
     reference = model(x)
     result = _quantize(model, x, observed)
-    assert _groups(result) == {
-        frozenset({"up", "aux"}),
-        frozenset({"quant_concat", "head"}),
-    }
+    assert _groups(result) == {frozenset({"up", "aux"}), frozenset({"quant_concat", "head"})}
     linears = [p for p, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert len(linears) == 13
     assert all(isinstance(model.get_submodule(p), qnn.QuantLinear) for p in linears)
@@ -287,10 +284,7 @@ def test_layers_that_cannot_be_replaced_are_reported():
         def forward(self, x):
             return F.conv2d(x, self.weight * 2, self.bias)
 
-    model = nn.Sequential(
-        Own(3, 3, 1),
-        nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)),
-    )
+    model = nn.Sequential(Own(3, 3, 1), nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)))
     result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 2, 2))
     reasons = {item.path: item.reason for item in result.skipped}
     assert "has a forward of its own" in reasons["0"]

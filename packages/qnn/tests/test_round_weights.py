@@ -12,12 +12,7 @@ from torch import nn
 
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConfig, quantize_model, round_weights
-from bevquant_quantizers import (
-    QuantDescriptor,
-    TensorQuantizer,
-    calibrate,
-    quantization_disabled,
-)
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate, quantization_disabled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 

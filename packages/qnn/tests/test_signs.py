@@ -10,13 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevquant_qnn import (
-    PrecisionPlan,
-    QuantConfig,
-    apply_precision,
-    pt2e_quantizer,
-    quantize_model,
-)
+from bevquant_qnn import PrecisionPlan, QuantConfig, apply_precision, pt2e_quantizer, quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
 
 

@@ -178,10 +178,7 @@ def _is_pair(batch: list[Any], parameters: list[inspect.Parameter]) -> bool:
 
 
 def _of_members(
-    model: nn.Module,
-    members: tuple[Any, ...],
-    parameters: list[inspect.Parameter],
-    example: bool,
+    model: nn.Module, members: tuple[Any, ...], parameters: list[inspect.Parameter], example: bool
 ) -> tuple[Any, ...]:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return members

@@ -84,9 +84,7 @@ def nodes_behind(
 
 
 def part_of(
-    graph: Graph,
-    results: Mapping[str, Tree | fx.Node],
-    given: Mapping[str, fx.Node] | None = None,
+    graph: Graph, results: Mapping[str, Tree | fx.Node], given: Mapping[str, fx.Node] | None = None
 ) -> Graph:
     """The graph that computes `results` from `given`.
 

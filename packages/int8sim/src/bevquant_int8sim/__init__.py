@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_int8sim._backends import (
-    BackendStatus,
-    backend_report,
-    choose_backend,
-    usable_backend,
-)
+from bevquant_int8sim._backends import BackendStatus, backend_report, choose_backend, usable_backend
 from bevquant_int8sim._conv import (
     int8_conv1d,
     int8_conv2d,
@@ -28,11 +23,7 @@ from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool, int8_resize
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias, requantize
 from bevquant_int8sim._rounding import fixed_point_multiplier
-from bevquant_int8sim._sample import (
-    int8_deform_conv2d,
-    int8_deformable_attention,
-    int8_grid_sample,
-)
+from bevquant_int8sim._sample import int8_deform_conv2d, int8_deformable_attention, int8_grid_sample
 from bevquant_int8sim._scales import AccumulatorOverflowError
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim._to_dense import int8_to_dense

@@ -78,9 +78,7 @@ def run_dense(
         return output.finish(_sums_of_nothing(x, weight, bias, phases), 1)
     view = (tuple(weight.shape), weight.stride())
     sums = remembered(
-        owner,
-        ("sums", view),
-        lambda: sums_of_sizes(weight.permute(0, 3, 1, 2).flatten(0, 1), 0),
+        owner, ("sums", view), lambda: sums_of_sizes(weight.permute(0, 3, 1, 2).flatten(0, 1), 0)
     )
     safe = fits_by_type(x, sums, bias)
     fits = safe or fits_by_values(x, sums, bias)

@@ -140,11 +140,7 @@ def make_output(
 
 
 def with_addend(
-    output: Output,
-    addend: Tensor,
-    multiplier: float,
-    shape: tuple[int, ...],
-    device: torch.device,
+    output: Output, addend: Tensor, multiplier: float, shape: tuple[int, ...], device: torch.device
 ) -> Output:
     """The same output with a tensor added before it is rounded.
 

@@ -360,11 +360,7 @@ def exact_samples(op: str, args: Sequence[Tensor], settings: Mapping[str, Any]) 
 
 
 def _sums(
-    rows: Tensor,
-    first: Tensor,
-    at: Sequence[Tensor],
-    sizes: Sequence[int],
-    steps: Sequence[int],
+    rows: Tensor, first: Tensor, at: Sequence[Tensor], sizes: Sequence[int], steps: Sequence[int]
 ) -> Tensor:
     """Σ q·w over the pixels around each position, int32 ``[positions, channels]``.
 

@@ -66,10 +66,7 @@ class PrecisionPlan(HtmlTable, JsonDocument):
 
     @classmethod
     def by_hand(
-        cls,
-        model: nn.Module,
-        precisions: Mapping[str, Precision],
-        default: Precision = "int8",
+        cls, model: nn.Module, precisions: Mapping[str, Precision], default: Precision = "int8"
     ) -> Self:
         """Return a plan from precisions by layer.
 

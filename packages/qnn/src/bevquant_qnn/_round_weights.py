@@ -242,12 +242,7 @@ def _float_means(
 
 
 def _moments(
-    path: str,
-    mean: Tensor,
-    model: nn.Module,
-    forward: Forward,
-    batches: Sequence[Any],
-    rows: int,
+    path: str, mean: Tensor, model: nn.Module, forward: Forward, batches: Sequence[Any], rows: int
 ) -> _Moments:
     """Moments of one layer's input in the model whose layers before it are rounded already."""
     count = 0

@@ -33,10 +33,7 @@ class GridPlan:
 
 
 def make_plan(
-    in_rows: npt.NDArray[Any],
-    out_rows: npt.NDArray[Any],
-    deltas: npt.NDArray[Any],
-    tile_rows: int,
+    in_rows: npt.NDArray[Any], out_rows: npt.NDArray[Any], deltas: npt.NDArray[Any], tile_rows: int
 ) -> GridPlan:
     """Fill the lists of outputs to whole tiles; what is added is computed and stored nowhere."""
     missing = -len(in_rows) % tile_rows

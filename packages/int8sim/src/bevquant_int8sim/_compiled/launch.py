@@ -148,10 +148,7 @@ class LayerCall:
 
 
 def layer_calls(
-    job: str,
-    packed: PackedWeight,
-    init: npt.NDArray[np.int32],
-    output: Requantization | None,
+    job: str, packed: PackedWeight, init: npt.NDArray[np.int32], output: Requantization | None
 ) -> list[LayerCall]:
     """A call for each group of output channels.
 

@@ -304,10 +304,7 @@ def place(step: Step) -> str:
     return step.path or f"<{step.label}>"
 
 
-_FORMULAS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    **flop_registry,
-}
+_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop, **flop_registry}
 
 
 class Products(TorchDispatchMode):
