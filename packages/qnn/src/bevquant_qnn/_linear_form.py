@@ -54,6 +54,19 @@ def grid_step(module: Any) -> Tensor:
     return step[..., :1]
 
 
+def put_grid_step(module: Any, step: Tensor) -> None:
+    """Write the ranges of steps of the form of `grid_step` into the weight's quantizer, in place.
+
+    A range of several channels is the largest of theirs. The quantizer must have ranges.
+    """
+    quantizer, weight = module.weight_quantizer, module.weight_to_quantize()
+    shape = quantizer.amax.shape
+    largest = step * format_of(quantizer.num_bits).high
+    full = _from_matrix(module, largest.expand_as(as_matrix(module, weight))).reshape(weight.shape)
+    shared = [d for d in range(-full.dim(), 0) if -d > len(shape) or shape[d] == 1]
+    quantizer.amax = full.amax(shared, keepdim=True).reshape(shape)
+
+
 def sampled_patches(module: Any, x: Any, count: int, generator: Generator) -> Tensor:
     """Return up to `count` patches of the input, [groups, rows, in/groups · kernel].
 

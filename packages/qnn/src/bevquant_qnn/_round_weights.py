@@ -14,7 +14,13 @@ from torch import Generator, Tensor, nn
 
 from bevquant_graph import Forward, HtmlTable, check_kind, checked_batches, layer_class, on_batch
 from bevquant_qnn._conv import QuantWeighted
-from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
+from bevquant_qnn._linear_form import (
+    grid_step,
+    matrix_of,
+    put_grid_step,
+    put_matrix,
+    sampled_patches,
+)
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._sparsity import is_2_4, mask_2_4, why_dense
 from bevquant_quantizers import TensorQuantizer, format_of, quantization_disabled
@@ -142,6 +148,10 @@ def round_weights(
     - ``rounding="gptq"`` minimises E‖(Q − W)·p‖² over patches p of the layer's input, column by
       column with error feedback (Frantar et al. 2022, arXiv 2210.17323). The weight parameter then
       holds grid values, which its quantizer does not change. ``"nearest"`` keeps the weights.
+    - Below 8 bits GPTQ also chooses the weight's range, of each channel where channels have their
+      own. Eleven shares of it, 0.5 to 1, are tried; after each, the step is fitted to the integers
+      k: s = wᵀHk / kᵀHk, H = E[p·pᵀ]. The least error counts. A range that is learned, that follows
+      the weight or that several layers share stays, and no bias may exceed 2³⁰ steps.
     - ``correct_bias`` adds E[W·p] − E[Q·p̂] to the bias, p from the float model and p̂ from the
       quantized one: the mean shift by rounding (Nagel et al. 2019, arXiv 1906.04721, section 4.2,
       with batches in place of batch-norm statistics). A layer without bias gets none.
@@ -279,20 +289,22 @@ def _round(
     corrects = correct_bias and module.bias is not None
     weight = matrix_of(module).double()
     low, high = _integers(module)
-    safe = torch.where(steps > 0, steps, 1.0)
     mask = _kept(module, weight, moments.second, sparsity)
-    nearest = (weight / safe).round().clamp(low, high) * steps * mask
+    nearest = _integers_at(steps, weight).clamp(low, high) * steps * mask
     centred = moments.second
     if corrects:
         # The bias takes up any shift, so only what varies counts.
         centred = centred - moments.quantized_mean[..., None] * moments.quantized_mean[:, None]
     chosen = nearest
     if rounding == "gptq":
-        parts = zip(weight, centred, steps, mask, strict=True)
-        found = torch.stack([gptq(w, h, step, low, high, kept) for w, h, step, kept in parts])
+        tried, least = _tried_steps(module, model, steps)
+        found, fitted = _searched(module, weight, centred, tried, least, mask)
         # Greedy, it may lose to the nearest where inputs hardly hang together.
         if _power(found - weight, centred) < _power(nearest - weight, centred):
             chosen = found
+            if len(tried) > 1:
+                put_grid_step(module, fitted)  # in float32, so the grid is read again
+                chosen = _integers_at(fitted, found) * grid_step(module)
     if rounding == "gptq" or sparsity:
         put_matrix(module, chosen)
     if corrects:
@@ -321,11 +333,73 @@ def _integers(module: Any) -> tuple[int, int]:
     return int(form.low), int(form.high)
 
 
+def _integers_at(steps: Tensor, weight: Tensor) -> Tensor:
+    return (weight / torch.where(steps > 0, steps, 1.0)).round()
+
+
+# Of the calibrated range, which is the largest weight: at 4 bits clipping it costs less than the
+# coarser grid of the others.
+_SHARES = torch.arange(10, 21, dtype=torch.float64) / 20
+
+
+def _tried_steps(module: Any, model: nn.Module, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps to try, [tries, *steps.shape], and the least that the bias allows, as `steps`."""
+    quantizer = module.weight_quantizer
+    owners = [m for m in model.modules() if m._modules.get("_weight_quantizer") is quantizer]
+    own = None if quantizer._learn_amax or len(owners) > 1 else quantizer.amax
+    if quantizer.num_bits >= 8 or own is None or own.numel() not in (1, steps.numel()):
+        return steps[None], steps
+    own, shares = own.clone(), _SHARES.to(steps)
+    put_grid_step(module, steps * shares[0])
+    module.settle_ranges()
+    least = grid_step(module)
+    quantizer.amax = own
+    return torch.maximum(steps * shares.view(-1, 1, 1, 1), least), least
+
+
+def _searched(
+    module: Any, weight: Tensor, hessian: Tensor, tried: Tensor, least: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Round with each of the steps tried; return the best weights and their steps.
+
+    Args:
+        module: The layer.
+        weight: float64 [groups, out, in].
+        hessian: float64 [groups, in, in].
+        tried: float64 [tries, groups, out, 1].
+        least: [groups, out, 1], least step.
+        kept: As `weight`, False where the weight becomes 0.
+    """
+    low, high = _integers(module)
+    tries = len(tried)
+    groups = [
+        gptq(w.repeat(tries, 1), h, steps.reshape(-1, 1), low, high, free.repeat(tries, 1))
+        for w, h, steps, free in zip(weight, hessian, tried.unbind(1), kept, strict=True)
+    ]
+    found = torch.stack([rows.unflatten(0, (tries, -1)) for rows in groups], 1)
+    if tries == 1:
+        return found[0], tried[0]
+    one = module.weight_quantizer.amax.numel() == 1  # range for all channels
+
+    def of_range(rows: Tensor) -> Tensor:
+        total = rows.sum(-1, keepdim=True)
+        return total.sum((1, 2), keepdim=True).expand_as(total) if one else total
+
+    power = of_range((found @ hessian) * found)
+    factor = of_range((found @ hessian) * weight) / power.clamp(min=1e-300)
+    # Between 1 and the best factor each one is better than 1: the error is a parabola.
+    factor = torch.where(power > 0, factor, 1.0).clamp(min=least / tried.clamp(min=1e-300))
+    found, tried = found * factor, tried * factor
+    best = of_range(((found - weight) @ hessian) * (found - weight)).argmin(0, keepdim=True)
+    return found.take_along_dim(best, 0)[0], tried.take_along_dim(best, 0)[0]
+
+
 def _power(matrix: Tensor, second: Tensor) -> float:
     return max(float(((matrix @ second) * matrix).sum()), 1e-300)
 
 
 _DAMPING = 0.01
+_BLOCK = 128  # columns: what each changes at once stays in the cache
 
 
 def gptq(
@@ -360,9 +434,14 @@ def gptq(
     left, safe = weight[:, order].clone(), torch.where(step > 0, step, 1.0)
     rounded = torch.zeros_like(left)
     free = torch.ones_like(left) if kept is None else kept[:, order]
-    for i in range(count):
-        column = left[:, i : i + 1]
-        rounded[:, i : i + 1] = (column / safe).round().clamp(low, high) * step * free[:, i : i + 1]
-        error = (column - rounded[:, i : i + 1]) / upper[i, i]
-        left[:, i:] -= error * upper[i, i:]
+    for start in range(0, count, _BLOCK):
+        stop = min(start + _BLOCK, count)
+        errors = torch.zeros_like(left[:, start:stop])
+        for i in range(start, stop):
+            at = slice(i, i + 1)
+            rounded[:, at] = (left[:, at] / safe).round().clamp(low, high) * step * free[:, at]
+            errors[:, i - start] = (left[:, i] - rounded[:, i]) / upper[i, i]
+            left[:, i:stop] -= errors[:, i - start, None] * upper[i, i:stop]
+        # The columns behind the block take all of its errors in one product.
+        left[:, stop:] -= errors @ upper[start:stop, stop:]
     return rounded[:, order.argsort()]
