@@ -323,6 +323,15 @@ def nested() -> nn.Module:
     return nn.Sequential(inner, nn.ReLU(), nn.Conv2d(2, 2, 1))
 
 
+def distributed() -> nn.Module:
+    """A wrapper without its process group, which no error needs."""
+    kind = nn.parallel.DistributedDataParallel
+    wrapper = kind.__new__(kind)
+    nn.Module.__init__(wrapper)
+    wrapper.module = plain()
+    return wrapper.eval()
+
+
 def quantized_inside() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), torch.ao.nn.quantized.Conv2d(4, 2, 1))
 
@@ -393,6 +402,10 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
     "compiled": (
         lambda: torch.compile(plain()),
         Told("the model", "is compiled", "give the module", line=False),
+    ),
+    "distributed": (
+        distributed,
+        Told("the model", "in several processes", r"give the model itself \(\.module\)", False),
     ),
     "quantized_by_torch": (
         quantized_inside,

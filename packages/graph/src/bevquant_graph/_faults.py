@@ -193,6 +193,12 @@ def forward_line(module: nn.Module) -> str:
 _IN_INTEGERS = re.compile(r"torch\.(ao\.)?nn\..*\bquantized\.(?!.*\b(FX)?FloatFunctional$)")
 
 
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+}
+
+
 def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
     """Refuse models that cannot be captured, and parameters that are not finite.
 
@@ -203,8 +209,9 @@ def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
 
     Raises:
         TypeError: Not a torch module.
-        ValueError: Scripted, compiled or quantized by torch; parameters on the meta device, complex
-            ones, or with NaN or infinite values. The message names module path and remedy.
+        ValueError: Scripted, compiled, quantized or distributed by torch; parameters on the meta
+            device, complex ones, or with NaN or infinite values. The message names module path and
+            remedy.
     """
     check_kind(model, nn.Module, "a torch module")
     for path, module in model.named_modules():
@@ -217,6 +224,8 @@ def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
             )
         elif "torch._dynamo.eval_frame.OptimizedModule" in names:
             met = "is compiled; give the module itself (._orig_mod), and compile the result"
+        elif names & _WRAPPERS:
+            met = "trains a model in several processes; give the model itself (.module)"
         elif any(_IN_INTEGERS.match(name) for name in names):
             met = "is quantized by torch already; give the float model"
         if met:
