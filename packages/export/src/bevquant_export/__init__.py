@@ -21,12 +21,7 @@ from bevquant_export.detector import (
     OutputCheck,
     export_detector,
 )
-from bevquant_export.floats import (
-    FloatDifference,
-    FloatFile,
-    compare_float_onnx,
-    export_float_onnx,
-)
+from bevquant_export.floats import FloatDifference, FloatFile, compare_float_onnx, export_float_onnx
 from bevquant_export.lint import Finding, lint_onnx, note_calibration
 from bevquant_export.qdq_reader import float_qdq_model, load_qdq_onnx
 from bevquant_export.sparse import (

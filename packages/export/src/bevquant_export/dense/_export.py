@@ -16,12 +16,7 @@ from torch import nn
 
 from bevquant_export._errors import QdqError
 from bevquant_export._figures import Timing, figures_of, timed
-from bevquant_export._size_guards import (
-    FRAMES_KEY,
-    note_guards,
-    open_guards,
-    refuse_free_batch,
-)
+from bevquant_export._size_guards import FRAMES_KEY, note_guards, open_guards, refuse_free_batch
 from bevquant_export._taken_numbers import frame_tables
 from bevquant_export._takes_float8 import is_float8, refuse_float8
 from bevquant_export.dense._ports import Shape, named_inputs, named_outputs, with_names

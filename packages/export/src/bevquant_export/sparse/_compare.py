@@ -223,11 +223,7 @@ def _sorted(made: Sparse) -> Sparse:
 
 
 def _output(
-    made: Any,
-    wanted: Tensor,
-    places: Tensor | None,
-    of_model: Callable[..., Tensor],
-    slack: float,
+    made: Any, wanted: Tensor, places: Tensor | None, of_model: Callable[..., Tensor], slack: float
 ) -> LayerDifference:
     """Difference of an output; `places` are its voxels, where any layer says on which it lies."""
     if not isinstance(made, SparseOutput):

@@ -46,11 +46,7 @@ class FrameRun(GraphWalk[Tensor, Coords]):
     """One call, on kernels of ``bevquant_int8sim``; `see` is called with every node's result."""
 
     def __init__(
-        self,
-        graph: Graph,
-        ranges: Mapping[str, float] | None,
-        backend: str,
-        see: See,
+        self, graph: Graph, ranges: Mapping[str, float] | None, backend: str, see: See
     ) -> None:
         super().__init__(graph, ranges)
         self.backend, self.see = backend, see

@@ -36,12 +36,7 @@ class SparseTarget(Target):
 
 class _Libspconv(SparseTarget):
     name, title, kind = "libspconv", "libspconv", "sparse"
-    rules = tuple(
-        sorted(
-            (*_spconv_convs.RULES, *_spconv_graph.RULES),
-            key=lambda rule: rule.id,
-        )
-    )
+    rules = tuple(sorted((*_spconv_convs.RULES, *_spconv_graph.RULES), key=lambda rule: rule.id))
     unverified = ("libspconv was not at hand: the rules follow its parser's source",)
 
     def lint(self, file: LintFile) -> Iterator[Finding]:

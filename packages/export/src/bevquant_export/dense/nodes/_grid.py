@@ -141,11 +141,7 @@ def _resized(at: At, x: str, shape: tuple[int | str, ...]) -> str:
 def _windows(given: Mapping[str, Any], rank: int) -> dict[str, list[int]]:
     kernel = _each(given["kernel_size"], rank)
     stride = _each(given["stride"] or kernel, rank)
-    return {
-        "kernel_shape": kernel,
-        "strides": stride,
-        "pads": _each(given["padding"], rank) * 2,
-    }
+    return {"kernel_shape": kernel, "strides": stride, "pads": _each(given["padding"], rank) * 2}
 
 
 def _each(value: Any, rank: int) -> list[Any]:
