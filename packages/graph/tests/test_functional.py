@@ -156,6 +156,13 @@ def an_axis_of_one(net: Any, x: Tensor) -> Tensor:
     return y.flatten(1).unflatten(1, (4, -1)).relu_()
 
 
+def powers_whose_overloads_have_other_names(net: Any, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    y **= 2
+    y += net.conv(x).pow_(3)
+    return y.abs_().pow_(y.sigmoid())
+
+
 def through_a_view_without_an_inverse(net: Any, x: Tensor) -> Tensor:
     y = net.conv(x)
     y.mT[..., 0] = 3
@@ -168,7 +175,7 @@ OTHERS = [
     what_nobody_reads_before_no_grad, the_whole_is_read, the_whole_is_an_output, parts_overlap,
     a_part_of_the_part, the_same_part_once_more, windows_are_numbered, boxes_are_refined,
     chosen_rows, one_by_one, a_view_from_before, a_table_is_filled, an_axis_of_one,
-    an_input, a_part_of_an_input,
+    an_input, a_part_of_an_input, powers_whose_overloads_have_other_names,
 ]  # fmt: skip
 
 

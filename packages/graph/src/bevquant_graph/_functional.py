@@ -345,7 +345,15 @@ def _out_of_place(target: Any) -> Any:
     if name == target._schema.name.split("::")[1]:
         return None
     packet = getattr(getattr(torch.ops, target.namespace), name, None)
-    return getattr(packet, target._overloadname, None)
+    if packet is None:
+        return None
+    # By their arguments: `pow.Scalar` is a number to a tensor, `pow_.Scalar` a tensor to a number.
+    found = [getattr(packet, overload) for overload in packet.overloads()]
+    return next((other for other in found if _types(other) == _types(target)), None)
+
+
+def _types(target: Any) -> list[str]:
+    return [str(argument.type) for argument in target._schema.arguments]
 
 
 def _rename_outputs(program: ExportedProgram) -> None:
