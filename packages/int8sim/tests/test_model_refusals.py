@@ -29,6 +29,23 @@ def test_uncalibrated():
         simulate(net, X)
 
 
+def test_a_layer_that_is_not_reached_does_not_hide_why_the_model_is_refused():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.aux = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 1, 1)
+
+        def forward(self, x, test_mode=False):
+            y = self.conv(x)
+            return y * float(y.detach().numpy().max()) if test_mode else self.aux(y)
+
+    given = {"x": X, "test_mode": True}
+    net = quantize_model(Auxiliary().eval(), example_inputs=given).model
+    calibrate(net, [given])
+    with pytest.raises(ValueError, match=r"test_model_refusals\.py:\d+"):
+        simulate(net, given)
+
+
 @pytest.mark.parametrize("amax", [float("nan"), float("inf"), 0.0, -1.0, 1e-40])
 def test_unusable_range(amax):
     net = calibrated(small())

@@ -13,8 +13,11 @@ from torch import nn
 
 from bevquant_graph import (
     Graph,
+    arguments,
     as_example,
+    called,
     capture,
+    evaluation,
     flatten,
     refuse_unusable,
     reported_by,
@@ -161,8 +164,19 @@ def _captured(model: nn.Module, example_inputs: Any) -> Graph:
     try:
         return capture(model, example_inputs)
     except Exception:  # any error of a model without ranges
-        check_calibrated(model)
+        if not _runs(model, example_inputs):
+            check_calibrated(model)
         raise
+
+
+def _runs(model: nn.Module, example_inputs: Any) -> bool:
+    """Whether the quantizers that a call reaches have ranges; an auxiliary head's may have none."""
+    try:
+        with evaluation(model), torch.no_grad():
+            called(model, *arguments(example_inputs))
+    except Exception:
+        return False
+    return True
 
 
 def _eight_bits(amax: float) -> Integers:
