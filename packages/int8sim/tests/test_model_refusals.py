@@ -215,3 +215,39 @@ def test_what_is_no_model_no_input_no_backend():
             simulate(net, nothing)
     with pytest.raises(ValueError, match="backend='cuda': expected one of auto, amx, vnni"):
         simulate(net, X, backend="cuda")
+
+
+class Compared(nn.Module):
+    """As the attention of old releases of torch: it asks whether tensors are equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, a, b):
+        return self.query(a) if torch.equal(a, b) else self.query(a) + self.key(b)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.act = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.conv(x))
+
+
+def test_layers_beside_a_module_that_is_not_followed_stay_in_integers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks = nn.Linear(4, 4), nn.Sequential(Block(), nn.Linear(4, 4))
+            self.compared = Compared()
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.blocks(y), self.compared(y, y)
+
+    x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    model = simulate(calibrated(Net(), x), x)
+    assert [note.path for note in model.float_fallbacks] == ["compared"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Thread
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._signature import Arguments
 from ._state import put_back
+from ._tidy import SHELL
 
 
 class TraceEnds(Exception):
@@ -83,13 +85,15 @@ class Closing:
         """
         found: dict[str, Opaque] = {}
         calls: Counter[str] = Counter()
+        modules = traced.named_modules()
+        bound = {path for path, m in modules if getattr(m.forward, "__self__", None) is m}
 
         def forward(path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             place = calls[path]
             calls[path] += 1
             depth = len(_modules())
             try:
-                return run(*args, **kwargs)
+                return (_followed(run, path) if path in bound else run)(*args, **kwargs)
             except Exception as error:
                 why = "" if isinstance(error, TraceEnds) else reason(path, error)
                 if not why:
@@ -138,6 +142,20 @@ def _modules() -> dict[str, Any]:
 
     mode = get_proxy_mode()
     return {} if mode is None else getattr(mode.tracer, "module_stack", {})
+
+
+def _followed(run: Any, path: str) -> Callable[..., Any]:
+    """A module's forward on torch's stand-in for the module, which gives the children paths.
+
+    Without it a quantizer in a layer in a module has none.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # and sympy
+
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    module = getattr(run, "__self__", None)
+    if not hasattr(tracer, "proxy_type") or not isinstance(module, nn.Module):
+        return run  # type: ignore[no-any-return]
+    return MethodType(run.__func__, tracer.proxy_type(module, f"{SHELL}.{path}"))
 
 
 def _leave(depth: int) -> None:
