@@ -300,6 +300,42 @@ def test_a_decision_of_the_models_own_forward_is_the_examples() -> None:
     assert "only with" not in str(e.value)
 
 
+class Attends(nn.Module):
+    """One projection where query and key are one tensor, as copies of torch 1's attention ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        q = self.query(query)
+        return q @ (q if torch.equal(query, key) else self.key(key)).mT
+
+
+def test_the_question_whether_query_and_key_are_equal_is_followed() -> None:
+    net, part, x, y = Within(Attends()), Attends(), image(5, 4), image(3, 4)
+    graph = capture(net, x)
+    assert not graph.opaque
+    assert not graph.decided
+    assert torch.equal(graph.replay(3 * x), net(3 * x))
+    graph = capture(part, (x, y))
+    assert not graph.decided
+    assert torch.equal(graph.replay(x, 3 * y), part(x, 3 * y))
+    assert capture(Within(part, own=False), x).opaque  # equal or not, by their values
+
+
+class Within(nn.Module):
+    """Its own attention to the tokens that it makes."""
+
+    def __init__(self, attention: nn.Module, own: bool = True) -> None:
+        super().__init__()
+        self.attention, self.own = attention, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.relu()
+        return self.attention(tokens, tokens if self.own else x)  # type: ignore[no-any-return]
+
+
 class Selects(nn.Module):
     """Work on the selected rows, if there are some, and on a flag of all of them."""
 

@@ -135,6 +135,10 @@ class Constants(TorchFunctionMode):
             return None
         if kwargs.get("generator") is not None:  # a trace would hold the one of its own run
             raise RuntimeError("it draws random numbers from a generator")
+        if name == "equal" and len(args) == 2:  # attention asks whether query and key are one
+            one, two = args
+            if one is two or one.shape != two.shape:
+                return one is two
         if name == "squeeze":
             _fix_squeezed(*args, **kwargs)
         if name in _INDEXED:
