@@ -246,7 +246,7 @@ def test_layers_beside_a_module_that_is_not_followed_stay_in_integers():
 
         def forward(self, x):
             y = self.first(x)
-            return self.blocks(y), self.compared(y, y)
+            return self.blocks(y), self.compared(y, x)
 
     x = torch.linspace(-1, 1, 24).view(2, 3, 4)
     model = simulate(calibrated(Net(), x), x)
