@@ -93,8 +93,8 @@ def open_shapes() -> Iterator[None]:
     computed (the largest coordinate of a scan, as Pointcept's SpUNet does) to that of the example;
     and it decides by a batch size, which mmdet3d's BEVFusion gives it as a tensor. Its `sparse_add`
     adds torch's sparse tensors or tables on CUDA, which no graph holds: the sum by ``unique`` and
-    ``index_add`` gives the same voxels, in the same order as the former. Where spconv was not
-    imported there is nothing to do.
+    ``index_add`` gives the same voxels, in the same order as the former. Without spconv among the
+    imported modules, nothing changes.
 
     Example:
         >>> with open_shapes():

@@ -206,9 +206,8 @@ def _extreme(
     reduce: Callable[..., Tensor], x: Tensor, dim: Any = (), keepdim: bool = False
 ) -> Tensor | None:
     axes = dim if isinstance(dim, int) or dim else tuple(range(x.dim()))
-    if x.dtype == torch.bool:
-        return reduce(x.int(), axes, keepdim).bool()
-    return None if axes is dim else reduce(x, axes, keepdim)
+    made: Tensor | None = _of_flags(reduce, x, axes, keepdim)
+    return reduce(x, axes, keepdim) if made is None and axes is not dim else made
 
 
 def _extremes(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
