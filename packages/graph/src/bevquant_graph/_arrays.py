@@ -244,6 +244,7 @@ def torch_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     ):  # numbers, by torch's default
         dtype = torch.get_default_dtype()
     dtype = kwargs.get("dtype") or (args[place + 1] if len(args) > place + 1 else dtype)
+    # torch.tensor copies, torch.as_tensor need not.
     if name in ("tensor", "new_tensor") and dtype is made.dtype:
         return torch.clone, (made,), {}
     return Tensor.to, (made,), {"dtype": dtype}
@@ -276,6 +277,7 @@ def numpy_traced() -> Iterator[None]:
             tensor = _stacked(value)
             if dtype is not None:
                 tensor = tensor.to(getattr(torch, np.dtype(dtype).name))
+            # np.array copies, the others do not.
             if tensor is getattr(value, "tensor", None) and original is np_array:
                 tensor = tensor.clone()
             return TracedArray(tensor, frozenset[int]().union(*(a.origins for a in met)))

@@ -66,6 +66,7 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
         dict_keys(['image', 'label'])
     """
     frames = frames_of(model, batch) if example else None
+    # Tuples of tensors may be frames or arguments: runs of the forward decide.
     if frames is not None and (_mixed(frames) or _are_frames(model, batch, frames[0])):
         return one_example(model, frames)
     return _one_call(model, batch, example)
@@ -163,6 +164,7 @@ def as_example(model: nn.Module, inputs: Any) -> Any:
 def _is_mapping(value: Any) -> bool:
     if isinstance(value, Tensor | nn.Module) or is_sparse_tensor(value):
         return False
+    # Asked of the class: some objects have every attribute.
     duck = all(hasattr(type(value), name) for name in ("keys", "items", "__getitem__"))
     return isinstance(value, Mapping) or duck
 
@@ -213,6 +215,7 @@ def _length(value: Any) -> int | None:
 def _is_label(value: Any, length: int | None) -> bool:
     """Whether a second member can only be a label."""
     if isinstance(value, Tensor):
+        # A tensor of truth values is a mask, not a label.
         whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
         return whole and (value.dim() == 0 or (value.dim() == 1 and len(value) == length))
     if isinstance(value, tuple | list | Mapping) and value:

@@ -114,16 +114,7 @@ def _captured(
     open_sizes: bool,
     unread: bool,
 ) -> Graph:
-    """A new graph.
-
-    Args:
-        model: The model.
-        given: Its arguments.
-        state: Key of the graph in `_recall`.
-        check: As `capture` takes it.
-        open_sizes: As `capture` takes it.
-        unread: Whether members of the arguments that the forward does not read are left out.
-    """
+    """A new graph; with `unread`, without members of the arguments that the forward ignores."""
     start = perf_counter()
     # Tensors that are attributes are written to by a trace too.
     with state_kept(model), quiet():
@@ -150,12 +141,14 @@ def _captured(
         try:
             graph.check(given[1] or given[0])
         except CaptureError:
+            # A member that the forward read unnoticed may be missing: again with all of them.
             if members.required(given) is not given:
                 return _captured(model, given, state, check, open_sizes, unread=False)
             if not open_sizes:
                 raise
             # It may read sizes unseen by torch, such as the text of one.
             return capture(model, given[1] or given[0], open_sizes=False)
+    # Numbers of this example or of these weights serve no other model.
     by_values = made.values is not None or bool(made.constants.taken)
     remember(model, state, graph, took, by_values=by_values)
     return graph
@@ -197,6 +190,7 @@ class _Traces:
     def followed(self) -> tuple[ExportedProgram, Tree]:
         """The program of the first trace that nothing is in the way of, and its result."""
         while True:
+            # A trace writes to attributes: of the twin, not of the model.
             made = self._trace(twin(self.model))
             if made is not None:
                 self._report_constants()
@@ -251,9 +245,11 @@ class _Traces:
             if self.constants.taken and self.constants.written:  # a counter: no constant
                 self.constants.withdraw()
                 return None
+            # Numbers that the forward fixes are constants: a call with another one is refused.
             if self._numbers and _fixes_numbers(program, self._leaves):
                 self._numbers = False
                 return None
+            # The example's answers stand only if the graph asserts each of them.
             if self.values is not None and (
                 answered is None
                 or (truths and self._reason(self._asked, self.values)[0])  # a part: one node
@@ -369,6 +365,7 @@ class _Traces:
 
     def _close(self, closed: Mapping[str, Opaque]) -> None:
         self.opaque |= closed
+        # A module that is one node holds these.
         inside = [p for p in self.opaque if any(p.startswith(f"{other}.") for other in closed)]
         for path in inside:
             del self.opaque[path]

@@ -53,6 +53,7 @@ def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
     def noted(_: Any, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
         author, operators = None, []
         frame: FrameType | None = sys._getframe(1)
+        # Called by `answered` below: its caller asks.
         frame = frame.f_back if frame and frame.f_code is answered.__code__ else frame
         asked: FrameType | None = None
         while frame is not None and author is None and frame.f_code not in outermost:
@@ -74,10 +75,12 @@ def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
     deferred = ShapeEnv.guard_or_defer_runtime_assert
 
     def answered(env: Any, term: Any, message: str, fx_node: Any = None) -> bool:
+        # torch asserts only the answers that it defers.
         count = env.num_deferred_runtime_asserts
         made: bool = deferred(env, term, message, fx_node)
         if message.startswith(_ANSWERED) and env.num_deferred_runtime_asserts > count:
             place, own = noted(env)[0], canonicalize_bool_expr(term)
+            # The symbol of a truth value goes from 0 to 1.
             truth = all(env.var_to_range[s].upper == 1 for s in own.free_symbols)
             found = _asked(own, place, "") if truth else _condition(own, place, agree=False)
             asked.extend(() if found is None else (found,))
@@ -167,6 +170,7 @@ def _is_operators(file: str) -> bool:
     parts = file.replace("\\", "/").split("/")
     if "torch" in parts:
         inside = parts[len(parts) - parts[::-1].index("torch") :]
+        # Layers of torch.nn ask as forwards do; module.py only calls them.
         return inside[0] != "nn" or inside[1:] == ["modules", "module.py"]
     return "spconv" in parts or "bevquant_sparse" in parts
 
@@ -185,6 +189,7 @@ def _decides(term: Any, operators: str, agree: bool) -> bool:
     fixes = any(s.is_Symbol for s in sides) and any(s.is_number for s in sides)
     if isinstance(term, sympy.Eq) and not (agree or fixes):
         return False
+    # Questions whether a size is 1 choose strides and kernels.
     return 1 not in sides and (isinstance(term, sympy.Eq) or "pool" in operators)
 
 
@@ -224,23 +229,21 @@ def _always_linear(term: Any, least: int) -> bool:
             part.is_Symbol or part.is_Integer
         ):
             return False
+    # Both periods are computed number by number.
     if period > 64:
         return False
     differences = [int((term.lhs - term.rhs).subs(size, least + i)) for i in range(2 * period)]
+    # A difference that grows from period to period exceeds every bound.
     grows = any(differences[i] < differences[i + period] for i in range(period))
+    # Integers: left < right where left - right <= -1.
     most = -1 if isinstance(term, sympy.StrictLessThan) else 0
     return not grows and max(differences) <= most
 
 
 def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> bool:
-    """Mark the assertions of a program that require the example's values, with their source lines.
+    """Mark assertions that require the example's values, with the source lines of `answered`.
 
-    Args:
-        nodes: Of the program.
-        answered: Result of `places_noted`.
-
-    Returns:
-        Whether each value has an assertion.
+    Returns whether each value has an assertion.
     """
     asserted = [(node, str(node.args[1])) for node in nodes if node.target is REQUIRE]
     for term, file, line in answered:
@@ -262,15 +265,7 @@ def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> boo
 def bound_guards(
     conditions: Sequence[Condition], names: Sequence[str], placeholders: Sequence[fx.Node]
 ) -> tuple[Guard, ...]:
-    """The conditions in terms of these inputs, and the sizes that are fixed.
-
-    Args:
-        conditions: Conditions of the graph, or of the graph that this one is a part of. If a
-            condition needs sizes that these inputs do not have, the sizes that depend on it are
-            fixed.
-        names: Of the inputs.
-        placeholders: Their nodes.
-    """
+    """The conditions in terms of the inputs of these names, and the sizes that are fixed."""
     sizes = {
         (name, axis): size
         for name, node in zip(names, placeholders, strict=True)
@@ -287,6 +282,7 @@ def bound_guards(
         if condition.term is None:
             line = condition[1:]
             continue
+        # The graph may be a part of another one, without all of its sizes.
         whole = _bound(condition, known, sizes)
         found = _fixed(condition, sizes) if whole is None else [whole]
         guards |= dict.fromkeys(found)
@@ -322,6 +318,7 @@ def _bound(
         text = ast.unparse(parsed(PythonPrinter().doprint(term.xreplace(named))))
     except (ValueError, NotImplementedError):
         return None
+    # The text must hold for the example's sizes, as the condition does.
     example = {f"s{i}": _hint(sizes[place]) for i, place in enumerate(places)}
     own_names = tuple((name, None) for name in example)
     if not Guard(text, own_names).holds(example):

@@ -145,6 +145,7 @@ class Constants(TorchFunctionMode):
             args = (args[0], self._open_bounds(args[1]), *args[2:])
         if name == "pad" and self._is_count(kwargs.get("value")):
             func = _padded
+        # add_ writes, __add__ does not.
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
@@ -166,6 +167,7 @@ class Constants(TorchFunctionMode):
         origin = self._origins(given)
         if name == "__bool__" and id(args[0]) in self._open:
             self._take(origin)
+            # The answer about the size itself becomes a guard.
             return bool(self._open[id(args[0])][1])
         if known and all(known) and name in _CONVERSIONS:
             self._take(origin)
@@ -213,6 +215,7 @@ class Constants(TorchFunctionMode):
         if func.__name__.startswith("new_"):
             func = getattr(torch, func.__name__.removeprefix("new_"))
             args, kwargs = args[1:], {"dtype": made.dtype, **kwargs}
+        # The real values are on the CPU, whatever device the trace is for.
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "cpu"}
         if not any(isinstance(leaf, Tensor) for leaf in _leaves((args, kwargs))):

@@ -80,19 +80,10 @@ def exported(
 ) -> tuple[ExportedProgram, Tree, list[Condition] | None, bool]:
     """Export the model once; return the program, the tree of its result, conditions, and truths.
 
-    Conditions are those that values of the example answered; None if, with `values`, the forward
-    takes a float out of a tensor. Truths: whether it takes a truth value, as `if score > 0.5` does.
-
-    Args:
-        model: The model.
-        inputs: Structure of the arguments.
-        leaves: Their tensors and numbers.
-        shares: Names of modules whose forwards take a share of an open number, as `int(n * 0.5)`;
-            see `open_lengths`.
-        constants: Parameters and buffers that the forward takes numbers from.
-        values: Whether numbers may be taken from tensors.
-        open_sizes: Whether sizes stay open.
-        closed: Modules that are one node each, by path.
+    Conditions are those that values of the example answered; None if, with `values` (numbers may be
+    taken from tensors), the forward takes a float out of a tensor. Truths: whether it takes a truth
+    value, as `if score > 0.5` does. `shares` are the scopes of `open_lengths`, `closed` the modules
+    that become one node each in this trace.
     """
     # Imported here: torch's compiler and sympy take as long as torch itself.
     import sympy
@@ -104,12 +95,14 @@ def exported(
     results: list[Tree] = []
 
     def note(result: Tree) -> None:
+        # The trace went on behind modules that failed, so its graph is not used (`_closing`).
         if closed:
             raise TraceEnds
         results.append(result)
 
     shell = _Shell(model, inputs, note, constants)
     shell.training = model.training
+    # A tensor with a gradient's history cannot be deep-copied.
     detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     given = tuple(map(copy.deepcopy, detached))
     # The shape of an array, as 4 × 4 of a matrix, is the example's.

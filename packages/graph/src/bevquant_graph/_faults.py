@@ -99,10 +99,7 @@ def author_line(node: fx.Node) -> str:
 def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) -> tuple[str, str]:
     """Path of the innermost module that an error comes from, and ``file:line`` of the author's.
 
-    Args:
-        error: As it was caught where the model was run.
-        model: The model.
-        beside: Modules to pass over, with their submodules.
+    Modules of `beside` are passed over, with their submodules.
     """
     # While it is traced a module may be seen through a proxy, which has the module's attributes.
     paths = {id(vars(module)): path for path, module in model.named_modules()}
@@ -120,6 +117,7 @@ def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) 
 
 def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
     """Frames of an error and of those that it came from, innermost first."""
+    # A chain of causes may end in itself.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -182,6 +180,7 @@ def described(path: str, module: nn.Module, place: str = "") -> str:
 def forward_line(module: nn.Module) -> str:
     """``file:line`` of a module's forward; "" for library code."""
     forward = getattr(type(module), "forward", None)
+    # A decorator's wrapper begins in another line than the forward.
     code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
     if code is None or not is_authors(code.co_filename):
         return ""
@@ -232,6 +231,7 @@ def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
             raise ValueError(f"{who}: {described(path, module)} {met}")
         for name, value in module._parameters.items():
             met = ""
+            # Lazy parameters have no values before the first call.
             if value is not None and not torch.nn.parameter.is_lazy(value):
                 met = _unusable(value, finite)
             if met:
@@ -279,6 +279,7 @@ def first_fault(model: nn.Module, run: Callable[[], Any]) -> str:
         The innermost such module, in words, with a remedy; "" if there is none.
     """
     first, second = _observed(model, run), _observed(model, run)
+    # Inner modules end first, so the first module that fits is the innermost.
     for (path, module, taken, given), (_, _, taken2, given2) in zip(first, second, strict=False):
         if _finite(taken) and not _finite(given):
             return (
@@ -291,6 +292,7 @@ def first_fault(model: nn.Module, run: Callable[[], Any]) -> str:
                 "it computes with random numbers, a counter or a clock; make that an input, or "
                 "switch it off in evaluation mode"
             )
+    # The model itself ends last.
     if first and not _finite(first[-1][2]):
         return "the example inputs hold NaN or infinite values; give inputs as in real use"
     return ""

@@ -41,6 +41,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     if not mapped and not any(map(_written, program.graph.nodes)):
         return program
     try:
+        # torch's second trace runs the map of a vmap and gives operations on whole tensors.
         if mapped:
             raise _NoForm("torch.vmap")
         rewriter = _Rewriter(program)
@@ -82,6 +83,7 @@ class _Rewriter:
         owner: dict[int, fx.Node] = {}
         unclear: set[fx.Node] = set()  # other tensors have their memory
         for node, memory in memories.items():
+            # A write's result is its target; other operands are only read.
             inputs = () if node.target is _FRESH else _written(node) or node.all_input_nodes
             source = next((s for s in inputs if s in self.root and memories[s] & memory), None)
             if source is not None:
@@ -93,6 +95,7 @@ class _Rewriter:
                 owner |= dict.fromkeys(memory, node)
         for node in memories:
             for root in (self.root.get(target) for target in _written(node)):
+                # A program returns new values of inputs and buffers alone (`_MUTATIONS`).
                 known = root in self.inputs and self.inputs[root].kind in _MUTATIONS
                 if root is None or root in unclear or not (known or root.op == "call_function"):
                     raise _NoForm("a parameter, or memory of several tensors")
@@ -120,6 +123,7 @@ class _Rewriter:
                 target = spec.target or spec.arg.name
                 kind = _MUTATIONS[spec.kind]
                 self.written.append(OutputSpec(kind, TensorArgument(values[-1].name), target))
+        # As in torch.export: written inputs and buffers first, then the results.
         made.args = ((*values, *made.args[0]),)  # type: ignore[misc]
 
     def _copied(self, node: fx.Node) -> fx.Node:
@@ -155,9 +159,11 @@ class _Rewriter:
             chain.append(self._source_tensor(chain[-1]))
         # Scatters need the sources as they were, so these are read before the version changes.
         before = {view: self.value(view, node) for view in chain}
+        # squeeze_ and its like change the shape of a tensor, not its values.
         out_of_place = _out_of_place(node.target)
         if out_of_place is None or op_spec(out_of_place).kind == "layout_op":
             raise _NoForm(str(node.target))
+        # x.add_(y) keeps the type of x, x.add(y) promotes.
         if not _keeps_type(node, target.meta["val"].dtype):
             raise _NoForm("operands of other types")
         made = self._copied(node)
@@ -176,14 +182,7 @@ class _Rewriter:
         return source if isinstance(source.meta["val"], Tensor) else self.source[source]
 
     def _scattered(self, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node) -> fx.Node:
-        """The new value of a view's source.
-
-        Args:
-            view: The view.
-            source: Its source before the write.
-            part: The new value of the view.
-            at: The write.
-        """
+        """The new value of a view's source before the write `at`, given the view's new value."""
         value, spec = source.meta["val"], op_spec(view.target)
         if value.dtype != part.meta["val"].dtype:
             raise _NoForm("a view of another type")
@@ -317,10 +316,7 @@ def _copy_views(graph: fx.Graph) -> None:
 
 
 def _of_vmap(node: fx.Node) -> bool:
-    """Whether the node begins or ends a `torch.vmap`: inside, values have a hidden batch axis.
-
-    torch's second trace runs the map and gives operations on whole tensors.
-    """
+    """Whether the node begins or ends a `torch.vmap`: inside, values have a hidden batch axis."""
     return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
 
 

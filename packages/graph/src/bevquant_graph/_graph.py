@@ -93,6 +93,7 @@ class Graph:
         self._taken, self.decided = dict(taken or {}), decided
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
+        # An exported program takes parameters, buffers and constants as placeholders too.
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
@@ -189,6 +190,7 @@ class Graph:
         path = self.path(node) if path is None else path
         entries = (node.meta.get("nn_module_stack") or {}).items()
         keys = [key for key, (own, _) in entries if SHELL in key and inside(own) == path]
+        # torch ends the key of a module's second and later calls in @1, @2, …
         count = re.search(r"@(\d+)$", keys[-1]) if keys else None
         return path, int(count.group(1)) if count else 0
 
@@ -236,6 +238,7 @@ class Graph:
     def required(self, requirement: fx.Node) -> str:
         """The tensor of a requirement's number, or of its number of rows, and its consumer."""
         pending = list(requirement.all_input_nodes)
+        # The list grows in the loop: breadth first, up to the closest number.
         for node in pending:
             if str(node.target) in (*NUMBERS, "aten.sym_size.int"):
                 pending = [node.all_input_nodes[0]]
@@ -266,6 +269,7 @@ class Graph:
         if node not in self._constants:
             return None
         name = self._constants[node]  # type: ignore[index,unused-ignore]
+        # torch.export keeps non-persistent buffers among the constants, not in the state dict.
         found: Any = self.program.state_dict.get(name, self.program.constants.get(name))
         value: Tensor = found
         return value
@@ -312,13 +316,21 @@ class Graph:
         """
         given = arguments(self.inputs_of(example_inputs))
         leaves = self._checked(given)
+        # The replay below reads the model's buffers, so what the forward writes is restored first.
         with evaluation(self.model), torch.no_grad():
             with state_kept(self.model) as noted:
                 arrays = {p for p, e in entries(self.result) if isinstance(e, Leaf) and e.kind}
                 returned = self.members.made(self._called(given))
                 wanted, _ = flatten(returned, arrays=lambda _, place: place in arrays)
+            # A counter that no result depends on changes too, and is no error.
             if any(noted) and self._remembers(given):
-                raise CaptureError(self._memory(given))
+                names = ", ".join(changed_attributes(self.model, [given]))
+                raise CaptureError(
+                    f"{described('', self.model)} keeps {names} from call to call, so a second "
+                    "call on the same inputs gives other results. Capture "
+                    "bevquant_graph.with_memory(model, frames), which makes such values inputs and "
+                    "results"
+                )
             made = self._run(own_inputs(leaves))
         values = [v for v in made if isinstance(v, Tensor)]
         tensors = [v for v in wanted if isinstance(v, Tensor)]
@@ -329,21 +341,10 @@ class Graph:
             )
         for index, (one, other) in enumerate(zip(tensors, values, strict=True)):
             if not _same_bits(one, other):
-                raise CaptureError(self._unlike(f"output {index}", given))
-
-    def _memory(self, given: Arguments) -> str:
-        names = ", ".join(changed_attributes(self.model, [given]))
-        return (
-            f"{described('', self.model)} keeps {names} from call to call, so a second call on the "
-            "same inputs gives other results. Capture bevquant_graph.with_memory(model, frames), "
-            "which makes such values inputs and results"
-        )
-
-    def _unlike(self, what: str, given: Arguments) -> str:
-        return (
-            f"{what} of the graph of {type(self.model).__name__} differs from the "
-            f"model's: {self._fault(given)}"
-        )
+                raise CaptureError(
+                    f"output {index} of the graph of {type(self.model).__name__} differs from the "
+                    f"model's: {self._fault(given)}"
+                )
 
     def _called(self, given: Arguments) -> Any:
         """The model's result; a recorder may be active."""
@@ -363,7 +364,8 @@ class Graph:
             with evaluation(self.model), torch.no_grad():
                 self._called(given)
 
-        taken = next((self.describe(n) for n in self._numbers()), "")
+        numbers = (node for node in self.operations if str(node.target) in NUMBERS)
+        taken = next(map(self.describe, numbers), "")
         counts = f"; it takes a number out of a tensor: {taken}" if taken else ""
         with state_kept(self.model):
             fault = first_fault(self.model, run) or lower_precision(run)
@@ -402,6 +404,7 @@ class Graph:
         return as_example(self.model, batch)
 
     def _checked(self, given: Arguments) -> list[Any]:
+        # Integers are leaves where the capture made them inputs: their placeholders hold no tensor.
         numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)
         leaves, tree = flatten(self.members.required(given), numbers=numbers)
         leaves = list(matched(self.inputs, tree, leaves, "inputs"))
@@ -446,6 +449,7 @@ class Graph:
         runner = Followed(self.program.graph_module, see, begin=begin)
         with torch.no_grad():
             made = runner.run(*values)
+        # New values of written inputs and buffers come before the results (`_functional`).
         return list(made[len(made) - len(self.outputs) :])
 
     def refuse(self, requirement: fx.Node) -> None:
@@ -460,14 +464,11 @@ class Graph:
             "decision is another one; capture again with inputs like these"
         )
 
-    def _numbers(self) -> Iterator[fx.Node]:
-        """Operations that take numbers out of tensors."""
-        return (node for node in self.operations if str(node.target) in NUMBERS)
-
     def _departure(self, given: Arguments) -> str:
         """The first module of the model whose output the graph never makes."""
         seen: set[tuple[Any, ...]] = set()
 
+        # A fingerprint, so that the tensors of a whole run need not be kept.
         def print_of(value: Tensor) -> tuple[Any, ...]:
             flat = value.detach().double().flatten()
             return tuple(value.shape), float(flat.sum()), float(flat.abs().sum())
@@ -504,6 +505,7 @@ def bound(program: Any, model: nn.Module) -> ExportedProgram:
         owner, _, last = inside(name).rpartition(".")
         return getattr(model.get_submodule(owner), last)
 
+    # A shallow copy, as other models are bound to the same program (`_recall`).
     made = copy.copy(program)
     buffers = program.graph_signature.buffers  # some of which are among its constants
     made._state_dict = {name: tensor(name) for name in program._state_dict}
@@ -521,6 +523,7 @@ def _is_tensor(value: Any) -> bool:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # NaN in the same position counts as equal.
     same = (
         (one == other) | (one.isnan() & other.isnan()) if one.is_floating_point() else one == other
     )

@@ -62,6 +62,7 @@ class _Path:
             if isinstance(step, ast.If):
                 if not self.only_looks(step.test):
                     return False
+                # Unknown: both branches must end in the base's forward.
                 known = self.truth(step.test)
                 taken = [step.body] if known else [step.orelse]
                 taken = [step.body, step.orelse] if known is None else taken

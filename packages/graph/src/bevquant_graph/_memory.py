@@ -78,6 +78,7 @@ class WithMemory(nn.Module):
                     held[last] = before[name]
 
 
+# None may be the value of an attribute.
 _ABSENT: Any = object()
 
 
@@ -127,6 +128,7 @@ def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
     made = WithMemory(copied(model, "with_memory"), ())
     with evaluation(made), torch.no_grad(), state_kept(made):
         calls = (arguments(frame) for frame in frames)
+        # While it is measured which of them matter, all are memory.
         made.names = tuple(changed_attributes(made.model, calls))
         names = tuple(_that_matter(made, frames))
     made.names = names
@@ -144,6 +146,7 @@ def changed_attributes(model: nn.Module, calls: Iterable[Arguments]) -> Iterator
     found: dict[str, None] = {}
     with state_kept(model):
         for given in calls:
+            # A copy, as the forward may write into the same tensors.
             before = own_inputs(_attributes(model))
             args, kwargs = own_inputs(given)
             model(*args, **kwargs)

@@ -188,9 +188,11 @@ class Recorded:
         """The module as one node."""
         self.entry.reason = reason
         for call, leaves in zip(self.entry.calls, self.given, strict=True):
+            # Other traces of the same model may hold the call already.
             if call.key not in _calls:
                 _calls[call.key] = call
                 _find_open_sizes(call, leaves)
+        # Free the inputs.
         self.given = [[] for _ in self.given]
         return self.entry
 
@@ -204,6 +206,7 @@ def recorded(model: nn.Module, paths: Iterable[str], run: Any) -> dict[str, Reco
         taken, inputs = flatten((args, kwargs))
         call = _Call(
             f"{path}:{next(_numbers)}", module, inputs,
+            # Clones, as the model may write to its results later.
             [leaf.detach().clone() for leaf in leaves], result,
             [list(leaf.shape) for leaf in leaves],
         )  # fmt: skip
@@ -227,6 +230,7 @@ def _find_open_sizes(call: _Call, leaves: list[Tensor]) -> None:
     """Call the module again on half of the rows of all tensors that have as many, in turn."""
     alike: dict[int, list[int]] = defaultdict(list)
     for place, leaf in enumerate(leaves):
+        # One row has no half.
         if leaf.dim() and len(leaf) > 1:
             alike[len(leaf)].append(place)
     for rows, places in alike.items():
@@ -242,6 +246,7 @@ def _find_open_sizes(call: _Call, leaves: list[Tensor]) -> None:
         for before, now, sizes in zip(call.outputs, made, call.sizes, strict=True):
             for axis, (long, short) in enumerate(zip(before.shape, now.shape, strict=True)):
                 if long != short:
+                    # Sizes that change otherwise are numbers of the module's own making.
                     follows = (long, short) == (rows, rows // 2) and sizes[axis] is not None
                     sizes[axis] = _Rows(places[0]) if follows else None
 

@@ -92,6 +92,7 @@ def _short(target: Any, form: Callable[..., Any], *, whole: bool = False) -> Cal
         if isinstance(args[0], Tensor) and (whole or args[0].is_floating_point()):
             made = form(mode, args[0])
         if made is None:
+            # Without this entry torch computes the shape itself.
             with mock.patch.dict(get_fast_op_impls()), mode:
                 del get_fast_op_impls()[target]
                 return target(*args, **kwargs)
@@ -179,6 +180,7 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
+    # A module with a `len` of its own means that one, as with `int` below.
     found = [scope for scope in _scopes(packages) if "len" not in scope]
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]

@@ -142,6 +142,7 @@ OPERATORS: dict[str, OpSpec] = {
         modules=tuple(f"{p}Pad{d}" for p in ("Zero", "Constant") for d in _DIMS),
     ),
     **_rows("cat stack hstack vstack dstack column_stack", "concat", values=True, mixes=False),
+    # F.relu6 is hardtanh(0, 6) in a graph.
     **_rows("relu relu6", "relu", shape=True, mixes=False, positive=True,
             modules=("ReLU", "ReLU6")),
     **_rows("hardtanh", "relu", shape=True, mixes=False, modules=("ReLU6",)),
@@ -263,6 +264,7 @@ def _name(target: Any) -> str:
 
 @cache
 def _named(name: str) -> OpSpec:
+    # In-place operators end in "_"; names as __add__ are aliases.
     plain = name if name.startswith("__") or not name.endswith("_") else name[:-1]
     plain = ALIASES.get(plain, plain)
     found = OPERATORS.get(plain)

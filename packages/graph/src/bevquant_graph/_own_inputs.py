@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ._attributes import attributes_of
 from ._signature import refilled
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 
 
@@ -66,7 +65,7 @@ def twin(model: nn.Module) -> nn.Module:
         copies.keep(module, other)
     for module, other in made.items():
         for name, value in vars(module).items():
-            plain = name in _REGISTERED and name != "_modules"
+            plain = name in ("_parameters", "_buffers")
             vars(other)[name] = value.copy() if plain else copies(value)
     return made.get(model, model)
 
@@ -121,6 +120,7 @@ class _Copies:
         made = self.keep(value, _shallow(value))
         if isinstance(value, dict):
             kind = OrderedDict if isinstance(value, OrderedDict) else dict
+            # dict's and list's own methods: a class may override its own.
             for key, item in list(dict.items(value)):
                 kind.__setitem__(made, key, self(item))
         elif isinstance(value, list):
@@ -131,7 +131,8 @@ class _Copies:
         return made
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """A function whose closure and defaults lead elsewhere; it may hold itself."""
+        """A function whose closure and defaults lead elsewhere."""
+        # Empty at first, as the function may be in its own closure.
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         made = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, None, cells
@@ -142,6 +143,7 @@ class _Copies:
         made.__defaults__ = self(function.__defaults__)
         made.__kwdefaults__ = {name: self(value) for name, value in named.items()}
         same = all(made.__kwdefaults__[name] is value for name, value in named.items())
+        # Nothing in it leads elsewhere.
         if not cells and made.__defaults__ is function.__defaults__ and same:
             return self.keep(function, function)  # type: ignore[no-any-return]
         for cell, old in zip(cells, function.__closure__ or (), strict=True):

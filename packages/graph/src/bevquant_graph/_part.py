@@ -79,6 +79,7 @@ def nodes_behind(
         node = pending.pop()
         if node not in found:
             found.add(node)
+            # Sizes of given tensors are read from the tensors.
             pending += () if node in given or _number(node) in sizes else node.all_input_nodes
     return [node for node in graph.graph.nodes if node in found]
 
@@ -131,6 +132,7 @@ class _Part:
         constants = [n for n in needed if self.whole.constant_path(n) is not None]
         signature: Any = self.whole.program.graph_signature
         known = {spec.arg.name: spec for spec in signature.input_specs}
+        # As in torch.export: parameters and buffers before inputs.
         for node in constants:
             self.copies[node] = self.graph.node_copy(node)
         inputs = self._inputs()

@@ -73,6 +73,7 @@ def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
         )
     """
     if isinstance(program, ExportedProgram):
+        # `Root` checks the inputs itself, so the program's guards are left out.
         made = _Builder(program.module(check_guards=False), program.state_dict, whole=True).model()
         _prove(program, made)
         return made
@@ -261,11 +262,14 @@ class _Builder:
         if library_class(kind) and library_class(kind) != "Sequential":
             layer = layer_of(kind, group, self.program)
             read = [n for n in taken if n.op != "get_attr"]
+            # A layer takes one tensor and gives one; all other calls stay operators.
             if layer is None or len(read) != 1 or len(made) != 1 or taken[0] is not read[0]:
                 return None
+            # Two calls of one path with different settings cannot be one layer.
             if isinstance(known, Part) or (known is not None and repr(known) != repr(layer)):
                 return None
             self.modules.setdefault(path, layer)
+            # The rest are its weights, which the layer holds itself.
             taken[1:] = []
             return 0
         if library_class(kind) == "Sequential" and (
@@ -292,6 +296,7 @@ class _Builder:
         if len(inputs) != 1 or len(made) != 1:
             return None
         value, names = inputs[0], list[str]()
+        # Members that were built on the way are dropped where the chain breaks.
         before = dict(self.modules)
         for entry, group in groups:
             plan = None
@@ -393,12 +398,14 @@ def _prove(program: ExportedProgram, made: nn.Module) -> None:
     args, kwargs = program.example_inputs
 
     def run(module: Any) -> list[Any]:
+        # The forward may write to its inputs.
         copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         with torch.no_grad():
             return pytree.tree_leaves(module(*copied[0], **copied[1]))
 
     wanted, got = run(program.module(check_guards=False)), run(made)
     for index, (one, other) in enumerate(zip(wanted, got, strict=True)):
+        # NaN counts as equal, which `torch.equal` alone refuses.
         if isinstance(one, Tensor) and not torch.equal(one.nan_to_num(), other.nan_to_num()):
             raise ValueError(
                 f"module_of: output {index} of the exported program comes out otherwise when it "

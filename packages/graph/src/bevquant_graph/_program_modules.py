@@ -67,6 +67,7 @@ class Part(nn.Module):
             kwargs = {name: _with(value, made) for name, value in step.kwargs}
             with _noted(step):  # one line for all: watchers identify steps by their order
                 made.append(self._run(step, args, kwargs))
+            # Freed as in an eager run.
             for index in step.dead:
                 made[index] = None
         return _with(self.plans[plan].result, made)
@@ -133,6 +134,7 @@ def root_class(info: Any, inputs: list[fx.Node]) -> type[Part]:
             check_guards(guards, shapes, "export again with such inputs")
             return pytree.tree_unflatten(super().forward(*leaves), info.out_spec)
 
+    # Loaders' batches are matched with these names (`batch_arguments`).
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     Root.forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
@@ -149,6 +151,7 @@ def _fixed(value: Any) -> dict[int, int] | None:
 @contextmanager
 def _noted(step: Step) -> Iterator[None]:
     """Where a step comes from, in the graphs that are captured of this module."""
+    # Notes are read in traces alone.
     if not torch.compiler.is_compiling():
         yield
         return
@@ -175,6 +178,7 @@ def freed(steps: list[Step], inputs: int, result: list[Any]) -> tuple[Step, ...]
         for item in pytree.tree_leaves((step.args, dict(step.kwargs)), is_leaf=_is_value):
             if _is_value(item):
                 last[item.place] = number
+    # The results outlive the call.
     for item in result:
         if _is_value(item):
             last.pop(item.place, None)
@@ -236,6 +240,7 @@ def layer_of(kind: str, nodes: list[fx.Node], program: fx.GraphModule) -> nn.Mod
         return None
     mode = "zeros"
     if before:
+        # With a padding mode, torch pads in a call of its own and the convolution pads nothing.
         if len(before) > 1 or spec.kind != "layer" or any(settings["padding"]) is not False:
             return None
         padded = call_arguments(before[0])
@@ -249,6 +254,7 @@ def layer_of(kind: str, nodes: list[fx.Node], program: fx.GraphModule) -> nn.Mod
     if spec.kind == "layer":
         if weight is None or (args.get("bias") is not None and bias is None):
             return None
+        # Without memory: the program's own parameters are registered below.
         made: nn.Module = cls(**_sizes(cls, weight, settings), **chosen, bias=bias is not None,
                     device="meta", **({"padding_mode": mode} if before else {}))  # fmt: skip
     elif spec.kind == "norm":
@@ -285,6 +291,7 @@ def _attribute(value: Any, program: fx.GraphModule) -> Tensor | None:
 
 def _padding(pads: Any) -> tuple[int, ...] | None:
     """A convolution's padding for that of `torch.nn.functional.pad`; None if uneven."""
+    # `torch.nn.functional.pad` begins with the last axis.
     pairs = list(zip(pads[::2], pads[1::2], strict=True))
     even = all(isinstance(a, int) and a == b for a, b in pairs)
     return tuple(a for a, _ in reversed(pairs)) if even else None
@@ -293,6 +300,7 @@ def _padding(pads: Any) -> tuple[int, ...] | None:
 def _sizes(cls: Any, weight: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
     if cls is nn.Linear:
         return {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    # Transposed convolutions store the input channels first.
     inner, outer = weight.shape[1] * settings["groups"], weight.shape[0]
     if cls.__name__.startswith("ConvTranspose"):
         inner, outer = outer, inner

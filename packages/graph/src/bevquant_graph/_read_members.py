@@ -124,6 +124,7 @@ def _kept(value: Any, kept: Mapping[Place, Collection[Any]], place: Place = ()) 
     keys = kept.get(place)
     old = members_of(value) or {}
     order = old if keys is None else [key for key in keys if key in old]
+    # Fields that are left out become None (`with_members`): a dataclass needs all of them.
     return with_members(value, {key: _kept(old[key], kept, (*place, key)) for key in order})
 
 
@@ -204,6 +205,7 @@ def read_members(model: nn.Module, given: Arguments, whole: Collection[str] = ()
     asked = {
         place: tuple(dict.fromkeys(k for k in _keys(given, place) if k in note.asked) | note.asked)
         for place, note in notes.items()
+        # What lies in a container that is not asked for is not required either.
         if all(place[n] in notes[place[:n]].asked for n in range(len(place)) if place[:n] in notes)
     }
     return ReadMembers(asked, handed)
@@ -213,6 +215,7 @@ def _read_whole(_: nn.Module, args: Any, kwargs: Any) -> None:
     pending, seen = [args, kwargs], set()
     while pending:
         value = pending.pop()
+        # Containers may hold each other.
         if id(value) not in seen:
             seen.add(id(value))
             pending += unnoted(value).values()

@@ -4,20 +4,11 @@ Fusing, quantizing, lowering, each exporter and each comparison capture their mo
 most of their time on a small one. A script passes the same model to several of them; a search or a
 test suite passes many models of one structure.
 
-A model's structure is everything that its modules hold, serialized, except the values of parameters
+A model's structure is all that its modules hold, serialized, except the values of parameters
 and buffers, which a graph reads from the model. `recalled` returns the graph of an earlier capture
-while it is in use and the tensors are the same. Otherwise it looks among the last captures
-(`_KEPT`) for a program of this structure and binds it to this model's tensors.
-
-- Inputs are identified by their nesting and the tensors' sizes. Small tensors that are neither
-  parameter nor buffer are identified by their values.
-- Content of objects of a class with ``is_read_by_forwards = False``, such as calibrators, is
-  ignored.
-- A model that cannot be serialized is captured anew. Models with other such tensors, or with
-  modules that are one node, get only their own graph.
-- Every graph is replayed first and must give the model's bits. The replay takes two runs of the
-  model. A structure whose replay takes longer than its capture, such as a large model of fixed
-  sizes, is captured each time.
+while it is in use and the tensors are the same. Otherwise it binds a program of this structure, of
+the last captures, to this model's tensors, replays it and requires the model's bits. A model that
+cannot be serialized is captured anew.
 """
 
 from __future__ import annotations
@@ -45,7 +36,7 @@ from ._graph import Graph, bound
 from ._read_members import ReadMembers
 from ._signature import Arguments, Tree, flatten
 
-_KEPT = 128
+_KEPT = 128  # captures
 _HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
 _SMALL = 1 << 16  # bytes of a tensor that is serialized
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
@@ -101,6 +92,7 @@ def recalled(model: nn.Module, given: Arguments, state: State | None) -> Graph |
             graph.check(given[1] or given[0])
     except Exception:  # it does not fit, or the model does not run: captured anew
         return None
+    # A replay takes two runs of the model: of a large one with fixed sizes, a capture is faster.
     if known is not None and perf_counter() - start > known.seconds:
         del _PROGRAMS[state.structure]
     return graph
@@ -111,20 +103,17 @@ def remember(
 ) -> None:
     """Let `recalled` return `graph` while it is in use, and its program for a while.
 
-    Args:
-        model: The model.
-        state: The capture's key.
-        graph: The captured graph.
-        seconds: Time of the capture.
-        by_values: Whether the graph holds the example's numbers out of tensors.
+    `seconds` is the time of the capture; `by_values`: the graph holds numbers out of tensors.
     """
     if state is None:
         _LAST.pop(model, None)
         return
     _LAST[model] = state, ref(graph)
+    # Nodes of modules, numbers and unserialized tensors belong to this model.
     if state.alone or graph.opaque or by_values:
         return
     program: Any = copy.copy(graph.program)
+    # Each model binds its own tensors, so these are not kept alive.
     program._state_dict = dict.fromkeys(program._state_dict)
     buffers = program.graph_signature.buffers  # some of which are among its constants
     program._constants = {
@@ -149,11 +138,7 @@ def _in_use(model: nn.Module, state: State) -> Graph | None:
 
 
 def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | None:
-    """The graph of another model of a structure that was followed.
-
-    Raises:
-        AttributeError: The model has not all of its tensors.
-    """
+    """The graph of another model of a structure that was followed."""
     if known is None or state.alone:
         return None
     _PROGRAMS.move_to_end(state.structure)
@@ -166,13 +151,8 @@ def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | N
 
 
 def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | None:
-    """Key of a capture; None if the model cannot be serialized.
-
-    Args:
-        model: The model.
-        given: Its arguments.
-        settings: Of the capture: whether sizes stay open, and whether members are all required.
-    """
+    """Key of a capture with these settings; None if the model cannot be serialized."""
+    # A forward that was replaced makes another structure.
     forwards: list[Any] = [getattr(type(module), "forward", None) for module in model.modules()]
     try:
         leaves, tree = flatten(given, arrays=lambda value, _: is_input(value))
@@ -181,6 +161,7 @@ def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | Non
         writer.dump((model, [id(f) for f in forwards], tree, sizes, settings))
     except Exception:  # a lock, a generator: objects without a serialized form
         return None
+    # Inference tensors have no version.
     return State(
         writer.digest(),
         tuple((id(t), 0 if t.is_inference() else t._version) for t in writer.tensors),
@@ -190,11 +171,7 @@ def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | Non
 
 
 class _Writer(pickle.Pickler):
-    """Serializes objects; tensors by their order, classes and functions by identity.
-
-    Equal strings are one, also as different objects. Hooks are identified by their order, not by
-    torch's number, which depends on the process.
-    """
+    """Serializes objects; tensors by their order, classes and functions by identity."""
 
     def __init__(self, registered: Iterable[Tensor]) -> None:
         self._written = io.BytesIO()
@@ -216,6 +193,7 @@ class _Writer(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """Replacement of an object; None: its content is serialized."""
+        # Equal strings may be one object or two, which pickle's memo would tell apart.
         if type(obj) is str:
             return self._strings.setdefault(obj, len(self._strings))
         if isinstance(obj, Tensor):
@@ -231,12 +209,13 @@ class _Writer(pickle.Pickler):
         if isinstance(obj, _NAMED):
             self.named.append(obj)
             return "named", id(obj)
+        # Such as calibrators.
         if getattr(type(obj), "is_read_by_forwards", True) is False:
             return "passed over", type(obj)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Modules without the numbers of their hooks; everything else as it is."""
+        """Modules with their hooks in order: torch's numbers of hooks depend on the process."""
         if not isinstance(obj, nn.Module):
             return NotImplemented
         state: Any = obj.__getstate__()  # type: ignore[attr-defined,unused-ignore]

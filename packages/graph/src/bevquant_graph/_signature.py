@@ -108,6 +108,7 @@ def flatten(
         return Leaf(len(leaves) - 1, kind)
 
     def visit(item: Any, place: Place) -> Tree:
+        # First, as `isinstance` takes a traced array for a numpy array.
         if is_traced(item):
             return leaf(item.tensor, "array")
         if isinstance(item, Tensor | torch.SymInt | torch.SymFloat):
@@ -144,6 +145,7 @@ def input_tensor(value: Any) -> Any:
     """
     if isinstance(value, float | np.generic | np.ndarray):
         array = np.asarray(value)
+        # torch has no longdouble and takes no negative strides, so the array is copied in order.
         if array.dtype.kind in "fiub" and array.dtype.itemsize <= 8:
             return torch.from_numpy(np.array(array, order="C"))
     return value
@@ -153,6 +155,7 @@ def numpy_value(value: Any, kind: str) -> Any:
     """The numpy array or the float that a leaf of a kind stands for; others are unchanged."""
     if not kind or not isinstance(value, Tensor):
         return value
+    # [()] makes a numpy scalar of an array without axes.
     return float(value) if kind == "float" else value.detach().cpu().numpy()[()]
 
 
@@ -246,6 +249,7 @@ def _matched_leaf(wanted: Leaf, given: Tree, leaves: list[Any], where: str) -> A
     if isinstance(given, Leaf):
         return leaves[given.index]
     value = given.value if isinstance(given, Constant) else None
+    # A frame may hold 1 where the example has 1.0.
     if wanted.kind == "float" and type(value) is int:
         value = float(value)
     made = input_tensor(value) if wanted.kind else None
@@ -360,14 +364,10 @@ def place_name(module: nn.Module, place: Place) -> str:
     side, first, *keys = place
     name = str(first)
     if side == 0:
-        plain = _plain_parameters(module)
+        parameters = inspect.signature(module.forward).parameters.values()
+        plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         name = plain[first] if first < len(plain) else f"inputs[{first}]"
     return name + "".join(f"[{key!r}]" for key in keys)
-
-
-def _plain_parameters(module: nn.Module) -> list[str]:
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
@@ -384,16 +384,11 @@ def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
         ['image', 'maps[0]']
     """
     assert isinstance(inputs, Nested)
-    positional, named = inputs.members
-    assert isinstance(positional, Nested)
-    assert isinstance(named, Nested)
-    plain = _plain_parameters(module)
     names: dict[int, str] = {}
-    for index, member in enumerate(positional.members):
-        name = plain[index] if index < len(plain) else f"inputs[{index}]"
-        names |= dict(_named(member, name))
-    for key, member in zip(named.keys or (), named.members, strict=True):
-        names |= dict(_named(member, str(key)))
+    for side, members in enumerate(inputs.members):
+        assert isinstance(members, Nested)
+        for key, member in _by_key(members).items():
+            names |= dict(_named(member, place_name(module, (side, key))))
     return [names[i] for i in range(len(names))]
 
 
@@ -405,6 +400,5 @@ def _named(tree: Tree, name: str) -> Iterator[tuple[int, str]]:
         yield from _named(tree.indices, f"{name}.indices")
         yield from _named(tree.batch_size, f"{name}.batch_size")
     elif isinstance(tree, Nested):
-        keys = range(len(tree.members)) if tree.keys is None else tree.keys
-        for key, member in zip(keys, tree.members, strict=True):
+        for key, member in _by_key(tree).items():
             yield from _named(member, f"{name}[{key!r}]")

@@ -141,6 +141,7 @@ class Guard:
             case _:
                 raise ValueError(f"expected a guard (condition, sizes, file, line), got {data!r}")
         guard = cls(text, pairs, file, line)
+        # One evaluation visits every node; sizes of 1 may divide by 0.
         try:
             _Evaluation([1] * len(pairs)).visit(parsed(text))
         except ArithmeticError:
@@ -150,6 +151,7 @@ class Guard:
 
 def _size(item: Any) -> tuple[str, int | None]:
     match item:
+        # True is an int, too.
         case [str(name), int() | None as axis] if axis is None or (0 <= axis and axis is not True):
             return name, axis
     raise ValueError(f"expected an input and an axis, got {item!r}")
@@ -202,12 +204,14 @@ def parsed(condition: str) -> ast.expr:
     if len(condition) > _LONGEST:
         raise ValueError(f"a condition of {len(condition)} characters; expected {_LONGEST} at most")
     try:
+        # Deep nesting exhausts the parser's stack or memory.
         return ast.parse(condition, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"condition {condition[:80]!r}: {error}") from error
 
 
 def _power(base: Any, exponent: Any) -> Any:
+    # A file may hold 9**9**9, which takes forever.
     if abs(exponent) > _HIGHEST:
         raise ValueError(f"an exponent of {exponent}")
     return base**exponent
@@ -239,6 +243,7 @@ class _Evaluation(ast.NodeVisitor):
         raise ValueError(f"a condition holds {type(node).__name__}; expected arithmetic on sizes")
 
     def visit_Constant(self, node: ast.Constant) -> Any:
+        # No text: "x" * 10**9 fills the memory.
         if type(node.value) not in (int, float, bool):
             return self.generic_visit(node)
         return node.value
@@ -259,6 +264,7 @@ class _Evaluation(ast.NodeVisitor):
         return all(values) if isinstance(node.op, ast.And) else any(values)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
+        # Everything is visited, also behind a false comparison: `from_json` relies on it.
         values = [self.visit(value) for value in (node.left, *node.comparators)]
         pairs = zip(node.ops, values[:-1], values[1:], strict=True)
         return all([self._function(op)(one, other) for op, one, other in pairs])

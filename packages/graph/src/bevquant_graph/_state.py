@@ -178,12 +178,14 @@ class _State:
                 continue
             if isinstance(value, Tensor):
                 self._seen.add(id(value))
+                # Others have no strided memory to copy.
                 if not (is_lazy(value) or value.is_meta or value.layout is not torch.strided):
                     memory = value.detach()
                     self._tensors.append((value, memory, memory.clone()))
             elif isinstance(value, dict | list | set | deque):
                 self._seen.add(id(value))
                 self._containers.append((value, _content(value)))
+                # dict's own methods: subclasses override theirs.
                 pending += dict.values(value) if isinstance(value, dict) else value
             elif isinstance(value, tuple):
                 pending += value
@@ -247,9 +249,10 @@ def _refill(container: Any, before: list[Any]) -> bool:
 
 def _restore(tensor: Tensor, memory: Tensor, before: Tensor) -> bool:
     """Give a tensor its memory and its numbers back."""
+    # Inference tensors can be written in inference mode alone.
     with torch.no_grad(), torch.inference_mode(memory.is_inference()):
-        form = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()
-        moved = form != (memory.shape, memory.stride(), memory.dtype, memory.data_ptr())
+        layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()
+        moved = layout != (memory.shape, memory.stride(), memory.dtype, memory.data_ptr())
         if moved:
             tensor.data = memory
         written = not torch.equal(memory, before)

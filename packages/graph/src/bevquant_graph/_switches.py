@@ -117,6 +117,7 @@ def _is_size(node: ast.AST) -> bool:
 def _function(file: str, line: int) -> ast.FunctionDef | None:
     tree = _parsed(file)
     functions = [] if tree is None else [n for n in ast.walk(tree) if _holds(n, line)]
+    # ast.walk is breadth first, so the last one that holds the line is the innermost.
     return next((n for n in reversed(functions) if isinstance(n, ast.FunctionDef)), None)
 
 
@@ -158,6 +159,7 @@ def _resolved(term: ast.expr, function: ast.FunctionDef, line: int) -> ast.expr:
 
     class Fill(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.expr:
+            # Each position needs nodes of its own.
             return copy.deepcopy(given.get(node.id, node))
 
     term = copy.deepcopy(term)

@@ -93,6 +93,7 @@ class Watch:
             made._watched = self._new(place)
             if isinstance(value, defaultdict):
                 made.default_factory = value.default_factory
+            # Without a note.
             for key, item in value.items():
                 type(value).__setitem__(made, key, self(item, (*place, key)))
         elif isinstance(value, list | tuple):
@@ -105,6 +106,7 @@ class Watch:
                     for key, item in (members_of(value) or {}).items()
                 }
                 made = self._made[id(value)] = with_fields(value, members)
+                # The dataclass may be frozen; `isinstance` still finds its class.
                 object.__setattr__(made, "__class__", _watching(type(value), self._new(place)))
         else:
             made = value
@@ -247,6 +249,7 @@ def _watching(kind: type, watched: _Watched) -> type:
         base.__setattr__(self, name, value)
 
     def fill(members: dict[str, Any]) -> None:
+        # Without slots the class has another memory layout, and no object can change to it.
         members |= {"__slots__": (), "__module__": kind.__module__, "_watched": watched}
         members |= {"__getattribute__": read, "__setattr__": write}
 
