@@ -3,7 +3,7 @@
 Values are numbered by their channel, from 1, and an operator runs on the numbers themselves; 0
 marks values of no channel (padding, another tensor). Numbers are moved as values are. An average L
 over positions has L(s·x + t) = s·L(x) + t if its weights add up to 1, so a batch norm may stand on
-either side of it: numbers n of one channel average to n, and their squares to n².
+either side of it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def keeps_channels(node: fx.Node) -> bool:
         same: bool = node.meta["val"].dtype == inputs[0].meta["val"].dtype
         return same
     if "dropout" in spec.name:
+        # Without training it is an identity.
         return made.args[2] is False
     return spec.kind in ("identity", "layout_op", "concat") or _averages(spec)
 
@@ -48,18 +49,14 @@ def keeps_channels(node: fx.Node) -> bool:
 def numbered(node: fx.Node, axis: int) -> Tensor:
     """A tensor of the step's shape that holds the number of each value's channel."""
     shape = _shape(node)
+    # From 1, as 0 marks values of no channel.
     numbers = torch.arange(1, shape[axis] + 1, dtype=torch.int32)
     numbers = numbers.reshape([-1 if a == axis else 1 for a in range(len(shape))])
     return numbers.expand(*shape)
 
 
 def numbers_behind(node: fx.Node, numbers: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """The numbers of a step's result; None where it mixes channels, or cannot be run on numbers.
-
-    Args:
-        node: A step for which `keeps_channels`.
-        numbers: Of its inputs; others belong to no channel.
-    """
+    """The numbers of a step's result; None where it mixes channels, or cannot be run on numbers."""
     made = source(node)
     spec = op_spec(made.target)
     inputs = [i for i in made.all_input_nodes if is_float(i)]
@@ -73,6 +70,8 @@ def numbers_behind(node: fx.Node, numbers: Mapping[fx.Node, Tensor]) -> Tensor |
     try:
         if not _averages(spec):
             return _run(made, given, index)
+        # Numbers n of one channel average to n and their squares to n²; of several channels they do
+        # not.
         first = _run(made, {i: n.double() for i, n in given.items()}, index)
         second = _run(made, {i: n.double() ** 2 for i, n in given.items()}, index)
     except Exception:  # whatever an operator says to integers or a size it has no hint of
@@ -102,6 +101,7 @@ def channels_into(numbers: Tensor, axis: int) -> dict[int, int] | None:
 def distinct(numbers: Tensor, kept: int | None = None) -> Tensor:
     """The numbers without those that are one place of memory, but all along the axis ``kept``."""
     for axis, stride in enumerate(numbers.stride()):
+        # An expanded axis repeats the same memory.
         if stride == 0 and axis != kept and numbers.shape[axis]:
             numbers = numbers.narrow(axis, 0, 1)
     return numbers

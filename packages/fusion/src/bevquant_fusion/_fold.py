@@ -29,45 +29,37 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """One layer's share of a batch norm y = s·x + t.
-
-    Attributes:
-        layer: Its path.
-        channels: For each of the layer's own channels, the channel of the batch norm that scales
-            it; −1 for none. Output channels, or input channels of a layer downstream.
-        shifted: Whether it adds t; of several layers in a sum one does.
-    """
+    """One layer's share of a batch norm y = s·x + t."""
 
     layer: str
+    # For each of the layer's own channels, the channel of the batch norm that scales it; −1 for
+    # none. Output channels, or input channels of a layer downstream.
     channels: tuple[int, ...]
+    # Whether it adds t; of several layers in a sum one does.
     shifted: bool = True
 
 
 @dataclass(frozen=True)
 class Fold:
-    """A batch norm that is folded: into the layer upstream, into several, or into one of its own.
+    """A batch norm that is folded: into layers upstream or downstream, or into one of its own."""
 
-    Attributes:
-        conv: Path of the layer that takes it; of several the first.
-        bn: Path of the batch norm, or of the module with the parameters of a functional one.
-        norm: Paths of its parameters.
-        caller: Path of the module whose forward calls it.
-        rest: Names of its own children that run after the normalisation, in order; None if other
-            code does, so the normalisation must stay as an identity.
-        indexed: Whether other code indexes members of its chain.
-        parts: Share of each layer; empty if ``conv`` takes all of it, channel by channel.
-        ahead: Whether these layers are downstream of the batch norm.
-        axes: Spatial axes of its depthwise convolution; 0 if layers take it.
-    """
-
+    # Path of the layer that takes it; of several the first.
     conv: str
+    # Path of the batch norm, or of the module with the parameters of a functional one.
     bn: str
     norm: NormPaths
+    # Path of the module whose forward calls it.
     caller: str
+    # Names of its own children that run after the normalisation, in order; None if other code does,
+    # so the normalisation must stay as an identity.
     rest: tuple[str, ...] | None = ()
+    # Whether other code indexes members of its chain.
     indexed: bool = False
+    # Share of each layer; empty if ``conv`` takes all of it, channel by channel.
     parts: tuple[Part, ...] = ()
+    # Whether these layers are downstream of the batch norm.
     ahead: bool = False
+    # Spatial axes of its depthwise convolution; 0 if layers take it.
     axes: int = 0
 
 
@@ -91,9 +83,11 @@ def layer_problem(
             f"normalises {channels}"
         )
     own = {f"{conv}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
+    # A tied tensor would change for its other owner too.
     tied = tied_to(owners, own)
     if tied is not None:
         return f"{tied[0]} is tied to {tied[1]}"
+    # A range that layers share cannot follow one layer's weight.
     others = other_readers(model, module)
     if others:
         return f"{conv} shares the quantizer of its weight with {', '.join(others)}"

@@ -49,12 +49,7 @@ def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:
 
 
 def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
-    """Why this batch norm cannot be folded.
-
-    Args:
-        bn: The module.
-        own_forward: Whether its class may have a forward of its own, which a graph shows.
-    """
+    """Why this batch norm cannot be folded; with ``own_forward``, a graph shows its forward."""
     name = type(bn).__name__
     if not isinstance(bn, nn.modules.batchnorm._BatchNorm):
         return f"{name} is not a batch norm"
@@ -68,12 +63,7 @@ def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
 
 
 def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
-    """Why no batch norm can be folded into this layer.
-
-    Args:
-        conv: The module.
-        own_forward: Whether its class may have a forward of its own, which a graph shows.
-    """
+    """Why no batch norm can be folded into it; with ``own_forward``, a graph shows its forward."""
     name = type(conv).__name__
     if not is_convolution(conv):
         return f"{name} is not a convolution or linear layer"
@@ -82,6 +72,7 @@ def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
     problem = _extras(conv, () if own_forward else ("forward", "_conv_forward"))
     if problem is not None:
         return problem
+    # A graph has such an activation as an operation; spconv's enum has "None_" for none.
     for attribute in () if own_forward else ("act_type", "activation", "act"):
         value: Any = getattr(conv, attribute, None)
         if value is not None and getattr(value, "name", "") != "None_":
@@ -118,6 +109,7 @@ def _pair_problem(conv: Any, bn: Any) -> str | None:
         )
     rank = 1 if is_sparse(conv) or isinstance(conv, nn.Linear) else conv.weight.ndim - 2
     wanted = next((r for cls, r in _RANKS.items() if isinstance(bn, cls)), 1)
+    # SyncBatchNorm takes maps of any rank.
     if rank != wanted and not isinstance(bn, nn.SyncBatchNorm):
         return f"{type(bn).__name__} does not fit the output of {type(conv).__name__}"
     return None
@@ -145,6 +137,7 @@ def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
         if method in vars(module):
             return f"{name}.{method} was replaced on the instance"
         classes = [c for c in type(module).__mro__ if method in vars(c)]
+        # A forward that differs for empty inputs alone is its base's.
         if method == "forward":
             classes = [c for c in classes if not only_guards(c)]
         owner = next(iter(classes), None)

@@ -235,13 +235,8 @@ def _fused(
 ) -> FusionResult:
     """`fuse_model` with one plan for a copy, which is compared, and for the model to change.
 
-    Args:
-        model: The model.
-        example_inputs: As of `fuse_model`.
-        change: Gives the model to change, with the same layers, once the fused copy is right; the
-            result is the copy without it.
-        graph: As of `fuse_model`.
-        before: The model's recorded output if it is part of another model.
+    ``change`` gives the model to change once the fused copy is right; without it the result is the
+    copy. ``before`` is the recorded output of a part of another model.
     """
     if graph is not None and graph.model is not model:
         raise ValueError(
@@ -280,6 +275,7 @@ def _fused(
         ) from error
     difference = _relative_difference(before, after)
     exact: float | None = difference
+    # Not ``>``, which NaN passes.
     if not difference <= _tolerance(before):
         if seen:  # the model may have written to the inputs afterwards
             return _fused(model, example_inputs, change, None)
@@ -318,13 +314,9 @@ def _with_own_kernels(
 def _difference_in_float64(
     model: nn.Module, inputs: _Inputs, plan: Plan, stopped: Iterable[str]
 ) -> float | None:
-    """The difference that folding makes in float64, or None if that exceeds rounding too.
-
-    A model that selects its largest values or compares them may decide otherwise for a difference
-    as small as rounding in float32, and its outputs are then far apart. In float64 they are not.
-    Parts that compute in float32 in any case (``softmax(dtype=torch.float32)``) have float32's
-    tolerance.
-    """
+    """The difference that folding makes in float64, or None if that exceeds rounding too."""
+    # A model that selects its largest values may decide otherwise for a difference as small as
+    # float32's rounding, and its outputs are then far apart; in float64 they are not.
     exact = copied(model, "fuse_model").double()
     inputs = own_inputs(inputs, lambda t: t.double() if t.is_floating_point() else t)
     types = set[torch.dtype]()
@@ -342,6 +334,8 @@ def _difference_in_float64(
         difference = _relative_difference(before, after)
     except Exception:  # whatever a model that does not run in float64 raises
         return None
+    # Parts that compute in float32 in any case (``softmax(dtype=torch.float32)``) have its
+    # tolerance.
     allowed = max(_tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in types))
     return difference if difference <= allowed else None
 
@@ -378,11 +372,7 @@ def _note(made: dict[str, list[Tensor]], path: str, _: Any, __: Any, output: Any
 
 
 def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]:
-    """Activations of sparse encoders that need not write in place.
-
-    If the old name of an activation's input is read afterwards, ``inplace=False`` would change the
-    result: the outputs are compared, then activation by activation.
-    """
+    """Activations of sparse encoders that need not write in place."""
     candidates = activations(model)
     paths = [path for path, _ in candidates]
     if all(alone for _, alone in candidates):
@@ -395,6 +385,7 @@ def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]
             activation.inplace = path not in stopped
         return _relative_difference(before, _run(own, inputs)) <= _tolerance(before)
 
+    # Where the input's old name is read afterwards, ``inplace=False`` changes the result.
     return paths if same(paths) else [path for path in paths if same([path])]
 
 
@@ -464,6 +455,7 @@ def _relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
         difference = torch.stack(largest).max().item()
         scale = a.abs().max().item()
         worst = max(worst, difference / scale if scale else difference)
+        # ``max`` may lose a NaN.
         if difference != difference:
             return float("nan")
     return worst

@@ -107,13 +107,9 @@ def fuse_sparse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
 
 
 def fold_into(conv: nn.Module, norm: Norm) -> None:
-    """Fold ``norm`` into ``conv`` in place; that they fit was asked before.
-
-    Raises:
-        ValueError: The folded weight is not finite, or the range of a quantized weight cannot
-            follow; nothing was changed.
-    """
+    """Fold ``norm`` into ``conv`` in place; that they fit was asked before."""
     with unchanged_on_error(conv):
+        # First, as a range is scaled together with the weight that it belongs to.
         scale_ranges(conv, scale_of(*norm))
         _fold_weights(conv, norm)
     settle = getattr(conv, "settle_ranges", None)  # as bevquant_quantizers.calibrate calls it
@@ -144,11 +140,8 @@ def _fold_weights(conv: nn.Module, norm: Norm) -> None:
 
 
 def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm, *, ahead: bool = False) -> None:
-    """Fold ``norm`` into layers before it, or ``ahead`` of them, in place; that they can was asked.
-
-    Raises:
-        ValueError: A folded weight is not finite; nothing was changed.
-    """
+    """Fold ``norm`` into layers before it, or ``ahead`` of them, in place; they can take it."""
+    # All or none: an error in one layer undoes the others.
     with ExitStack() as stack:
         for conv, _ in layers:
             stack.enter_context(unchanged_on_error(conv))
@@ -172,6 +165,7 @@ def _picked(norm: Norm, part: Part) -> Norm:
             return filled
         return torch.where(own < 0, filled, value.detach().double()[own.clamp_min(0)])
 
+    # Of several layers in a sum, one adds the shift.
     mean, var = of(norm.mean, 0.0, part.shifted), of(norm.var.double() + norm.eps, 1.0)
     return Norm(mean, var, 0.0, of(norm.weight, 1.0), of(norm.bias, 0.0, part.shifted))
 

@@ -23,13 +23,7 @@ BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
 class Reader:
-    """Layers and batch norms of a graph.
-
-    Args:
-        model: The model.
-        graph: Its graph.
-        plain: Layers that become plain layers before folding.
-    """
+    """Layers and batch norms of a graph; ``plain`` layers become plain ones before folding."""
 
     def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
         self.model, self.graph, self.plain = model, graph, plain
@@ -69,6 +63,7 @@ class Reader:
 
     def owner(self, norm: fx.Node) -> str:
         """The module that has the statistics, or else the one whose forward normalises."""
+        # batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)
         mean = self.graph.constant_path(norm.args[3])
         path = self.stack(norm)[-1] if mean is None else mean.rpartition(".")[0]
         first: str = self.names[self.modules[path]]
@@ -91,6 +86,7 @@ class Reader:
             problem = bn_problem(module, own_forward=True)
             if problem is not None:
                 raise Refused(problem)
+        # A line in a loop may call it several times with one result; other lines share it.
         if norms[1:] and len({(*self.stack(n), self.graph.location(n)) for n in norms}) > 1:
             raise Refused(f"is shared: it is called {len(norms)} times")
         found: list[str | None] = []
@@ -143,16 +139,15 @@ class Reader:
         if is_sparse(module) or isinstance(module, nn.Linear):
             return axes - 1
         weight: Any = module.weight
+        # From the end, as maps may have no batch axis.
         return axes - (int(weight.dim()) - 2) - 1
 
     def applies_weights(self, conv: str, made: fx.Node) -> bool:
-        """Whether the last that a layer's forward does is to apply its weight, and its bias.
-
-        So that a class of one's own that pads its input before (``"same"`` as TensorFlow's) takes
-        a batch norm as its base class does.
-        """
+        """Whether the last that a layer's forward does is to apply its weight, and its bias."""
         if conv in self.plain:
             return True
+        # So a class that pads its input first, as TensorFlow's ``"same"``, takes a norm as its base
+        # does.
         module: Any = self.modules[conv]
         dense = "linear" if isinstance(module, nn.Linear) else None
         if dense is None and not is_sparse(module):
@@ -175,6 +170,7 @@ class Reader:
             return False
         if made.args[0] is not value or getattr(module, "transposed", False):
             return False
+        # A padded zero is no normalised value: it would lack its share of the shift.
         padding: Any = made.args[4] if len(made.args) > 4 else 0
         return padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
 
@@ -317,29 +313,23 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def addends(value: fx.Node, user: fx.Node | None = None) -> list[fx.Node]:
-    """The addends of a value that nothing but ``user`` reads; itself where it is no sum.
-
-    Raises:
-        Refused: One of them counts twice.
-    """
+    """The addends of a value that nothing but ``user`` reads; itself where it is no sum."""
     if not is_sum(value) or (user is not None and only_reader(value) is not user):
         return [value]
     found = [node for operand in value.all_input_nodes for node in addends(operand, value)]
+    # An addend that counts twice has no share of its own.
     if len(set(found)) < len(found):
         raise Refused
     return found
 
 
 def concatenated(value: fx.Node, user: fx.Node) -> list[list[fx.Node]]:
-    """The addends of each range of channels of ``user``'s input.
-
-    Raises:
-        Refused: It is concatenated along another axis.
-    """
+    """The addends of each range of channels of ``user``'s input."""
     given: Any = value.args
     if op_spec(value.target).kind != "concat" or only_reader(value) is not user:
         return [addends(value, user)]
     axis = given[1] if len(given) > 1 else value.kwargs.get("dim", 0)
+    # Along another axis each layer makes all channels.
     if axis not in (1, 1 - value.meta["val"].dim()):
         raise Refused
     return [addends(item, value) for item in given[0]]

@@ -87,12 +87,7 @@ def _products(layer: nn.Module, x: torch.Tensor) -> tuple[Any, list[tuple[Any, A
 
 
 def reads_bias(layer: nn.Module, sizes: list[int]) -> bool:
-    """Whether a layer without a bias hands the one that it is given to its product.
-
-    Args:
-        layer: It is not changed.
-        sizes: Of an input that it takes.
-    """
+    """Whether a layer without a bias hands the one that it is given to its product."""
     module: Any = copy.deepcopy(layer)
     value = torch.zeros(out_channels(module), dtype=module.weight.dtype)
     module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)
@@ -121,6 +116,7 @@ def made_plain(layer: nn.Module) -> nn.Module | None:
     used = products[-1][0] if products else None
     if used is None or used.shape != module.weight.shape:
         return None
+    # With all attributes of the layer: settings, hooks, training flag.
     made = kind.__new__(kind)
     made.__dict__.update({**vars(module), "_parameters": copy.copy(module._parameters)})
     made._buffers = {}

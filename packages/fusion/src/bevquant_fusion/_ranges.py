@@ -66,17 +66,7 @@ def other_readers(model: nn.Module, layer: nn.Module) -> list[str]:
 
 
 def scale_ranges(layer: nn.Module, scale: Tensor) -> None:
-    """Multiply the weight's range by |s| of its output channels, in place.
-
-    Weights above the range are clamped to it where s is negative, which changes no integer.
-
-    Args:
-        layer: Any; one without a weight quantizer stays as it is.
-        scale: s, one value for each output channel.
-
-    Raises:
-        ValueError: The range cannot follow; nothing was changed.
-    """
+    """Multiply the weight's range by |s| of its output channels, in place."""
     quantizer: Any = layer._modules.get(_WEIGHT)
     if quantizer is None:
         return
@@ -90,6 +80,7 @@ def scale_ranges(layer: nn.Module, scale: Tensor) -> None:
         shape = [1] * weight.dim()
         shape[layout.out_axis] = -1
         kept = quantizer.scale_range(scale.reshape(shape), weight)
+        # Weights above the range were clamped to it where s is negative, which changes no integer.
         if kept is not weight:
             set_weight(layer, kept * factors, layout)
         return
@@ -124,6 +115,7 @@ def unchanged_on_error(layer: nn.Module) -> Iterator[None]:
     module: Any = layer
     weight, bias = module.weight, module.bias
     quantizer = layer._modules.get(_WEIGHT)
+    # The range is a buffer, or a parameter where it is learned.
     held = [] if quantizer is None else [*quantizer.parameters(), *quantizer.buffers()]
     kept = [tensor.detach().clone() for tensor in held]
     try:

@@ -35,13 +35,8 @@ from ._structure import is_chain, is_sparse_chain, remove_member
 def remove_batch_norms(
     model: nn.Module, folds: Iterable[Fold], own: Mapping[Fold, nn.Module]
 ) -> dict[Fold, Removal]:
-    """Remove the batch norm of each fold; the paths are those before any removal.
-
-    Args:
-        model: The model.
-        folds: The folds.
-        own: Layer in place of the batch norm, where it becomes one.
-    """
+    """Remove the batch norm of each fold; the paths are those before any removal."""
+    # A batch norm may be the child of several modules.
     places = Counter(
         child for owner in model.modules() for child in owner._modules.values() if child is not None
     )
@@ -106,16 +101,13 @@ def norm_at(model: nn.Module, fold: Fold) -> Norm:
 
 
 def neutralise(norm: Norm) -> bool:
-    """Make a batch norm an exact identity: mean 0, variance 1 − ε, weight 1, bias 0.
-
-    Returns:
-        Whether such a variance exists, by trial. Otherwise nothing is changed.
-    """
+    """Make a batch norm an exact identity, if a variance near 1 − ε makes it one, by trial."""
     like = norm.var.detach()
     one, zero = torch.ones_like(like), torch.zeros_like(like)
     start = one - norm.eps
     probe = torch.linspace(-3, 3, 4096, dtype=torch.float64).to(like)
     probe = torch.cat([probe, probe * 1e-3, probe * 1e3]).reshape(-1, 1).repeat(1, len(like))
+    # 1 − ε is rounded, and so is the root: one of the neighbours may be exact.
     for var in (start, start.nextafter(one), start.nextafter(zero - 1)):
         same = F.batch_norm(probe, zero, var, one, zero, False, 0.0, norm.eps)
         if torch.equal(same, probe):
@@ -136,12 +128,8 @@ _GONE = "_bevquant_calls_gone"  # names asked for, and those that the forward ca
 def drop_calls(block: nn.Module, names: list[str]) -> bool:
     """Delete the children ``names`` of ``block`` and their calls from its forward.
 
-    ``self.bn1(x)`` becomes ``x``, on the same line of the same file. The class becomes a subclass
-    of the same name; pickling, copying and ``isinstance`` go on as before.
-
-    Returns:
-        Whether it was done: not where the forward has no source, is decorated, or mentions the
-        children in any other way. Nothing is changed then.
+    ``self.bn1(x)`` becomes ``x``, on the same line of the same file. False, and nothing changed,
+    where the forward has no source, is decorated, or mentions the children in any other way.
     """
     cls: Any = type(block)
     gone = {m for name, m in block._modules.items() if name in names}
@@ -152,6 +140,7 @@ def drop_calls(block: nn.Module, names: list[str]) -> bool:
     new: Any = _class_without(getattr(cls, _BASE, cls), getattr(cls, _GONE, (known,))[0] | known)
     if new is None or {getattr(block, a, None) for a in getattr(new, _GONE)[1] & known} != gone:
         return False
+    # A subclass of the same name: pickling, copying and ``isinstance`` go on as before.
     block.__class__ = new
     for name in names:
         delattr(block, name)
@@ -204,8 +193,10 @@ def _without_calls(
     dropper.visit(function)
     if dropper.other or not dropper.dropped:
         return None, frozenset()
+    # Tracebacks keep their lines.
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
     free = forward.__code__.co_freevars
+    # Free variables need a function around this one that has them.
     outer = ast.parse(f"def outer({', '.join(free)}): pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
     outer.body = [function]

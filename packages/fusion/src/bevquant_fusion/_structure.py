@@ -117,6 +117,7 @@ class _Reader:
         for child in module.children():
             if is_convolution(child) or isinstance(child, _BatchNorm):
                 continue
+            # The graph passes through this child: only what it did not reach is read alone.
             if any(m in reached for m in child.modules() if m is not child):
                 self.below(child, reached)
             elif any(isinstance(m, _BatchNorm) for m in child.modules()):
@@ -141,6 +142,7 @@ class _Reader:
                 if isinstance(child, nn.Module) and child not in map(module.get_submodule, names):
                     own = next((n for n, m in module.named_children() if m is child), None)
                     names += [] if own is None else [own]
+        # Names in the code of a forward are in the order of their first use.
         code = getattr(type(module).forward, "__code__", None)
         used = [n for n in getattr(code, "co_names", ()) if n in module._modules or n[:4] == "norm"]
         numbers = [n[-1] for n in used if n[:4] in ("conv", "norm") or n[:2] == "bn"]
@@ -152,6 +154,7 @@ class _Reader:
         """The module and the step that produce the input of the batch norm."""
         value = self.calls[bn][0].args[0]
         while isinstance(value, fx.Node):
+            # Identities hand their input on.
             if not isinstance(self.modules.get(self.path_of.get(value, "-")), nn.Identity):
                 return self.path_of.get(value), value
             value = value.args[0]
@@ -208,6 +211,7 @@ class _Reader:
         for user in node.users:
             if isinstance(self.modules.get(self.path_of.get(user, "-")), nn.Identity):
                 found += self.readers(user)
+            # Questions about the shape read no values.
             elif user.target not in ("size", "dim") and user.args[1:] not in [
                 ("shape",),
                 ("ndim",),
@@ -261,13 +265,10 @@ def _is_sparse_module(module: nn.Module) -> bool:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether ``module`` runs its children one after the other, by an unchanged forward.
-
-    Decided by the class that defines ``forward``: ``nn.Sequential`` or a class named
-    ``SparseSequential`` (spconv 1 and 2, mmcv and mmdet3d).
-    """
+    """Whether ``module`` runs its children one after the other, by an unchanged forward."""
     if "forward" in vars(module):
         return False
+    # By the name of the class: spconv 1 and 2, mmcv and mmdet3d have one each.
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
     return owner is nn.Sequential or getattr(owner, "__name__", "") == "SparseSequential"
 
@@ -278,10 +279,7 @@ def is_sparse_chain(module: nn.Module) -> bool:
 
 
 def remove_member(chain: nn.Module, name: str) -> None:
-    """Take ``name`` out of a chain; members numbered 0, 1, 2, … are numbered anew.
-
-    Names given as strings stay as they are, and the chain object stays the same.
-    """
+    """Take ``name`` out of a chain; members numbered 0, 1, 2, … are numbered anew."""
     members = [(n, m) for n, m in chain._modules.items() if n != name]
     numbered = list(chain._modules) == [str(i) for i in range(len(chain._modules))]
     chain._modules.clear()

@@ -263,6 +263,7 @@ def _along(weight: Tensor, scale: Tensor, axis: int) -> Tensor:
 def _parameters(
     weight: Tensor, bias: Tensor | None, new_weight: Tensor, new_bias: Tensor
 ) -> tuple[nn.Parameter, nn.Parameter]:
+    # Without a bias, the new one has the weight's type.
     origin = weight if bias is None else bias
     return (
         nn.Parameter(new_weight.detach().to(weight.dtype), weight.requires_grad),
