@@ -49,12 +49,7 @@ class NeedsNumbers(AttributeError):
 
 
 class TracedArray:
-    """A numpy array in a trace.
-
-    Args:
-        tensor: Its values.
-        origins: The inputs that it is computed from, by index.
-    """
+    """A numpy array in a trace: its values, and the inputs that it is computed from, by index."""
 
     is_read_by_forwards = False  # it has no attributes of an author's
     __array_priority__ = 1000.0

@@ -52,12 +52,6 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
     Of several frames the arguments are those of the first. Floats, integers and numpy arrays that
     are others in another frame are inputs of a graph.
 
-    Raises:
-        TypeError: It fits in several ways or none; the message has ``forward=`` and the line to
-            write. Of examples, only a list of tuples of tensors is refused: where the forward runs
-            on the first tuple, as one of several frames, and on the list too.
-        CaptureError: Other members that the forward reads differ between the frames.
-
     Example:
         >>> net, image, label = nn.Flatten(), torch.ones(1, 2, 2), torch.tensor([3])
         >>> [len(batch_arguments(net, batch)[0]) for batch in (image, (image,), (image, label))]
@@ -98,11 +92,7 @@ def _mixed(frames: list[Arguments]) -> bool:
 
 
 def _are_frames(model: nn.Module, batch: list[Any], first: Arguments) -> bool:
-    """Whether a list of tuples of tensors is several frames, by runs of the forward.
-
-    Raises:
-        TypeError: The forward also runs on the list as one call.
-    """
+    """Whether a list of tuples of tensors is several frames, by runs of the forward."""
     one = _one_call(model, batch, example=True)
     if not _runs(model, one):
         return True

@@ -197,11 +197,7 @@ class _Traces:
                 return made
 
     def _report_constants(self) -> None:
-        """Refuse constants that vary between the example's frames; log other arrays and why.
-
-        Raises:
-            CaptureError: There are such constants.
-        """
+        """Refuse constants that vary between the example's frames; log other arrays and why."""
         known = {p: e for p, e in entries(self.inputs) if isinstance(e, Constant)}
         frozen = {
             p: self._read.get(p, "") for p, e in known.items() if isinstance(e.value, VARYING)
@@ -345,11 +341,7 @@ class _Traces:
         return reason if found == path else ""
 
     def _closed(self, traced: nn.Module, error: Exception) -> dict[str, Opaque]:
-        """The module that the error comes from as one node.
-
-        Raises:
-            CaptureError: It is the model itself.
-        """
+        """The module that the error comes from as one node."""
         found, reason = self._reason(traced, error)
         with running(self.model, "capture", "Give inputs that it takes"):
             if found:

@@ -32,23 +32,14 @@ class TraceEnds(Exception):
 
 
 class Closing:
-    """Calls of modules that cannot be followed.
-
-    Args:
-        model: As it is outside of the trace.
-        given: Its arguments.
-    """
+    """Calls of modules of a model, as it is outside of the trace, that cannot be followed."""
 
     def __init__(self, model: nn.Module, given: Arguments) -> None:
         self._model, self._given = model, given
         self._recorded: dict[str, Recorded] = {}
 
     def opaque(self, path: str, reason: str) -> Opaque:
-        """The module at `path` as one node; its calls, and those of its class, are recorded once.
-
-        Raises:
-            Exception: The model's own, which does not run.
-        """
+        """The module at `path` as one node; calls of all of its class are recorded once."""
         if path not in self._recorded:
             kind = type(self._model.get_submodule(path))
             alike = {
@@ -74,14 +65,8 @@ class Closing:
     ) -> Iterator[dict[str, Opaque]]:
         """Context in which modules whose forwards end in an error become one node.
 
-        Args:
-            traced: The model in the trace.
-            opaque: Modules that are one node already.
-            reason: Gives the reason to close the module at a path after an error; "": the error
-                ends the trace.
-
-        Yields:
-            The closed modules by path, filled during the block.
+        `reason` gives the reason to close the module at a path after an error; with "" the error
+        ends the trace. Yields the closed modules by path, filled during the block.
         """
         found: dict[str, Opaque] = {}
         calls: Counter[str] = Counter()

@@ -36,12 +36,8 @@ class Condition(NamedTuple):
 def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
     """For the length of the block torch notes the author's line beside every guard.
 
-    Args:
-        outermost: Functions that run the model; the frames of their callers are not searched.
-
-    Yields:
-        Conditions on numbers that depend on values (rows of a mask), filled during the block. The
-        example answered them, and torch asserts the answers.
+    Callers of `outermost` are not searched. Yields the conditions on numbers that depend on values
+    (rows of a mask); the example answered them, and torch asserts the answers.
     """
     from torch._guards import SLoc  # and sympy
     from torch.fx.experimental.symbolic_shapes import (

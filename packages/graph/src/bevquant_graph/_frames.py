@@ -71,14 +71,10 @@ def frames_of(model: nn.Module, batch: Any) -> list[Arguments] | None:
 
 
 def one_example(model: nn.Module, frames: list[Arguments]) -> Arguments:
-    """The first frame, in which members that differ in another frame are marked.
-
-    Raises:
-        CaptureError: Members that the forward reads differ and can be no inputs: texts, flags,
-            `None`, containers with other keys. All are named.
-    """
+    """The first frame, in which members that differ in another frame are marked."""
     differing: dict[Place, str] = {}
     made: Arguments = _merged(frames, (), differing)
+    # Members that the forward does not read may differ.
     if differing:
         required = read_members(model, made).required(made)
         read = {place: text for place, text in differing.items() if _has(required, place)}

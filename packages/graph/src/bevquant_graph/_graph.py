@@ -495,11 +495,7 @@ class Graph:
 
 
 def bound(program: Any, model: nn.Module) -> ExportedProgram:
-    """A program over the parameters and buffers that a model has under the program's names.
-
-    Raises:
-        AttributeError: The model does not have all of them.
-    """
+    """A program over the parameters and buffers that a model has under the program's names."""
 
     def tensor(name: str) -> Any:
         owner, _, last = inside(name).rpartition(".")

@@ -45,14 +45,7 @@ def replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
 def _with(
     value: Any, replaced: Mapping[nn.Module, nn.Module], made: dict[int, tuple[Any, Any]]
 ) -> Any:
-    """The value with the modules in it replaced; the value itself if it has none.
-
-    Args:
-        value: Any attribute.
-        replaced: As `replace_modules` takes it.
-        made: Containers by identity, kept alive so that the identity stays unique, with their
-            replacements. Containers shared by attributes, or containing themselves, stay so.
-    """
+    """The value with the modules in it replaced; the value itself if it has none."""
     if isinstance(value, nn.Module):
         return replaced.get(value, value)
     if id(value) in made:
@@ -61,6 +54,8 @@ def _with(
         return value
     if type(value) is tuple:
         return tuple(_with(item, replaced, made) for item in value)
+    # Containers that attributes share, or that hold themselves, stay so; `made` keeps them alive,
+    # as an identity is unique among living objects only.
     other = value.copy()
     made[id(value)] = value, other
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):

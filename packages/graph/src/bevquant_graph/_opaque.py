@@ -132,11 +132,7 @@ OPAQUE = torch.ops.bevquant_graph.opaque.default
 
 
 def opaque_call(key: str) -> _Call:
-    """The module that the node with this key calls.
-
-    Raises:
-        ValueError: The graph was captured in another process.
-    """
+    """The module that the node with this key calls."""
     if key not in _calls:
         raise ValueError(
             f"bevquant_graph::opaque: nothing is known under {key!r}; a graph with opaque nodes "

@@ -107,11 +107,7 @@ def _keys(value: Any, place: Place) -> dict[Any, Any]:
 
 
 def at(value: Any, place: Place) -> Any:
-    """The member at a place.
-
-    Raises:
-        LookupError: There is none.
-    """
+    """The member at a place."""
     for key in place:
         value = (members_of(value) or {})[key]
     return value
@@ -177,14 +173,8 @@ def with_members(value: Any, new: dict[Any, Any]) -> Any:
 def read_members(model: nn.Module, given: Arguments, whole: Collection[str] = ()) -> ReadMembers:
     """Run a model once; the members of its arguments that it reads, and hands on.
 
-    Args:
-        model: It stays as it is.
-        given: Its arguments.
-        whole: Paths of modules that read all of the containers that they get.
-
-    Returns:
-        No entries, so that all members are read, where the arguments have no dictionaries or
-        dataclasses, or the run ends in an error.
+    Modules at the paths `whole` read all of the containers that they get. Without entries all
+    members are read: where there are no containers with keys, or the run ends in an error.
     """
     watch = Watch()
     try:

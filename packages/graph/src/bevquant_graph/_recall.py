@@ -44,19 +44,15 @@ _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 @dataclass(frozen=True)
 class State:
-    """Key of a capture.
+    """Key of a capture."""
 
-    Attributes:
-        structure: Digest of everything but tensors, which count by their order.
-        tensors: The tensors: identity and count of writes.
-        alone: Whether one of them is neither parameter nor buffer, and not serialized.
-        named: Objects that the digest holds by address, kept alive so that the address stays
-            unique.
-    """
-
+    # Digest of everything but tensors, which count by their order.
     structure: bytes
+    # The tensors: identity and count of writes.
     tensors: tuple[tuple[int, int], ...]
+    # Whether one of them is neither parameter nor buffer, and not serialized.
     alone: bool
+    # Objects that the digest holds by address, kept alive so that the address stays unique.
     named: tuple[Any, ...]
 
 

@@ -27,14 +27,10 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor, or a number that may be another one in the next call, by its place in the list.
-
-    Attributes:
-        index: The place.
-        kind: ``"array"`` for a numpy array, ``"float"`` for a float: tensors in the list.
-    """
+    """A tensor, or a number that may be another one in the next call, by its place in the list."""
 
     index: int
+    # ``"array"`` for a numpy array, ``"float"`` for a float: tensors in the list.
     kind: str = ""
 
 
@@ -218,10 +214,6 @@ def matched(wanted: Tree, given: Tree, leaves: list[Any], where: str) -> Iterato
         given: How those of a call are.
         leaves: Of `given`.
         where: Name of both, for messages.
-
-    Raises:
-        TypeError: Other members, or no tensor where the example has one.
-        ValueError: Another constant.
     """
     if isinstance(wanted, Leaf):
         yield _matched_leaf(wanted, given, leaves, where)

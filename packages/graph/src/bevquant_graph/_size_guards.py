@@ -196,11 +196,7 @@ def _got(given: Sequence[int] | int) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def parsed(condition: str) -> ast.expr:
-    """The condition as a tree.
-
-    Raises:
-        ValueError: It is no expression.
-    """
+    """The condition as a tree."""
     if len(condition) > _LONGEST:
         raise ValueError(f"a condition of {len(condition)} characters; expected {_LONGEST} at most")
     try:

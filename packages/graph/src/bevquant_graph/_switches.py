@@ -32,15 +32,10 @@ def switch_of(file: str, line: int) -> str:
 
 
 def branch_of(file: str, line: int, other: int, name: str = "") -> str:
-    """The branch that a line is in, of the question in a line of the same file.
+    """The branch of the question in `line` that another line of the same file is in.
 
-    "" for lines that run under each answer, and for those of other functions.
-
-    Args:
-        file: The file.
-        line: Of the question.
-        other: The line.
-        name: A member that the line calls; one that both branches read runs under each answer.
+    "" for lines that run under each answer, as those that call a member `name` that both branches
+    read, and for lines of other functions.
     """
     function = _function(file, line)
     if function is None or not _holds(function, other):

@@ -13,13 +13,7 @@ from ._signature import is_sparse_tensor
 
 
 class _Tracer(fx.Tracer):
-    """`torch.fx` as it is, with leaves of the caller's; readers of written values read the result.
-
-    Args:
-        unknown: Modules that are one node each.
-        is_leaf: Whether another module is one.
-        note: Takes each node while it is made, or None; buffers are symbols then.
-    """
+    """`torch.fx` with leaves of the caller's; readers of written values read the result."""
 
     def __init__(
         self,
@@ -29,6 +23,7 @@ class _Tracer(fx.Tracer):
     ) -> None:
         super().__init__()
         self._unknown, self._is_leaf, self._note = unknown, is_leaf, note
+        # Where each node is noted, buffers are nodes too.
         self.proxy_buffer_attributes = note is not None
         self._called: nn.Module | None = None
         self._written: dict[fx.Node, fx.Node] = {}  # value that was changed in place, and result

@@ -167,12 +167,7 @@ def _count_values(node: fx.Node) -> None:
 
 
 def tidy(module: fx.GraphModule, model: nn.Module) -> None:
-    """Remove assertions about sizes and operations without effect; unify batch norm and new memory.
-
-    Args:
-        module: torch's export of `model`.
-        model: Gives the nodes their paths.
-    """
+    """Remove assertions about sizes and operations without effect; unify norms and new memory."""
     graph = module.graph
     normalise(graph)
     for node in list(graph.nodes):

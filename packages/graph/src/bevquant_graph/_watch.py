@@ -20,29 +20,20 @@ from ._signature import Place, is_sparse_tensor, members_of, refilled
 
 @dataclass
 class _Note:
-    """Keys that a forward reads from a container of its arguments, or from a copy.
-
-    Attributes:
-        places: Positions of the container.
-        asked: Keys, in order.
-        whole: Whether all of it is read.
-    """
+    """Keys that a forward reads from a container of its arguments, or from a copy."""
 
     places: list[Place]
     asked: dict[Any, None] = field(default_factory=dict)
+    # Whether all of it is read.
     whole: bool = False
 
 
 @dataclass
 class _Watched:
-    """A container that notes its requested keys.
-
-    Attributes:
-        note: The record of requests.
-        written: Keys that the forward wrote or deleted; later reads are of its own values.
-    """
+    """A container that notes its requested keys."""
 
     note: _Note
+    # Keys that the forward wrote or deleted; later reads are of its own values.
     written: dict[Any, None] = field(default_factory=dict)
 
     def ask(self, key: Any) -> None:

@@ -21,13 +21,8 @@ class QuantProjection(QuantLinear):
     y = fq(x)·fq(w)ᵀ + b, where w and b are ``in_proj_weight[rows]`` and ``in_proj_bias[rows]`` of
     the attention (or its ``q_proj_weight``, …). They stay the attention's parameters: this layer
     has none of its own, so names in the state dict and optimizers are as before. Ranges run along
-    the output channels, so that three such layers hold what one over all rows would.
-
-    Args:
-        attention: Whose weights these are.
-        name: ``"q"``, ``"k"`` or ``"v"``.
-        quant_desc_input: Descriptor of the input quantizer.
-        quant_desc_weight: Descriptor of the weight quantizer.
+    the output channels, so that three such layers hold what one over all rows would. `name` is
+    ``"q"``, ``"k"`` or ``"v"``.
     """
 
     float_class = nn.Linear
@@ -40,6 +35,7 @@ class QuantProjection(QuantLinear):
         quant_desc_input: QuantDescriptor | None = None,
         quant_desc_weight: QuantDescriptor | None = None,
     ) -> None:
+        # Not nn.Linear's, which makes parameters.
         nn.Module.__init__(self)
         self.__dict__["_attention"] = attention  # no child: the attention is the parent
         self._projection = name
@@ -159,6 +155,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
+            # As torch does it: the queries are scaled, not the products.
             weights = q * math.sqrt(1 / self.head_dim) @ k.transpose(-2, -1)
             weights = torch.softmax(weights if mask is None else weights + mask, dim=-1)
             weights = F.dropout(weights, dropout) if dropout else weights
@@ -184,6 +181,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
             parts.append(padding.reshape(-1, 1, 1, padding.shape[-1]))
         if not parts:
             return None
+        # True means that a key is not attended to.
         parts = [
             torch.zeros_like(m, dtype=q.dtype).masked_fill(m, -math.inf)
             if m.dtype == torch.bool

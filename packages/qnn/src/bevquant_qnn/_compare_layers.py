@@ -38,11 +38,7 @@ class Beside(Protocol):
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The tensor that stands for an output: the first in its containers; of a sparse one features.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The tensor that stands for an output: the first one in it; of a sparse one features."""
     try:
         found = next(tensors(output), None)
     except UnknownValue:
@@ -177,6 +173,7 @@ class LayerComparison:
             for taken, model in ((ahead, quantized_model), (choices, float_model))
         )
         record: dict[str, np.ndarray[Any, Any]] = {}
+        # The float model runs in a thread of its own, one value ahead (`_lockstep`).
         with state_kept(*self._models), lead(in_float) as leader:
             hooks.leaders = [leader]
             if beside is None:

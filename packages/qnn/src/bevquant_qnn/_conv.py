@@ -64,9 +64,6 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
             quant_desc_input: Descriptor of the input quantizer; 8 bit per tensor by default.
             quant_desc_weight: Descriptor of the weight quantizer; 8 bit per output channel by
                 default.
-
-        Raises:
-            TypeError: If `module` is of another class, or has a forward of its own.
         """
         if layer_class(module, cls.float_class) is None:
             raise no_source(cls, module)

@@ -31,11 +31,9 @@ class InputDefault:
     Each class has a default. As in pytorch-quantization, a descriptor set on a class holds for its
     subclasses too, for modules that are built afterwards. `quantize_model` uses its `QuantConfig`
     alone.
-
-    Attributes:
-        default_quant_desc_input: ``None`` for 8 bit per tensor.
     """
 
+    # ``None`` for 8 bit per tensor.
     default_quant_desc_input: QuantDescriptor | None = None
     _input_quantizer: TensorQuantizer
 
@@ -46,12 +44,7 @@ class InputDefault:
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Use `value` for inputs from now on.
-
-        Raises:
-            TypeError: `value` is no `QuantDescriptor`.
-            ValueError: It asks for integers (``fake_quant=False``).
-        """
+        """Use `value` for inputs from now on."""
         owner = f"{cls.__name__}.set_default_quant_desc_input"
         cls.default_quant_desc_input = check_fake_quant(value, owner, "value")
 
@@ -61,12 +54,9 @@ class InputDefault:
 
 
 class WeightDefault(InputDefault):
-    """Mixin: the same for the weight.
+    """Mixin: the same for the weight."""
 
-    Attributes:
-        default_quant_desc_weight: ``None`` for 8 bit per output channel.
-    """
-
+    # ``None`` for 8 bit per output channel.
     default_quant_desc_weight: QuantDescriptor | None = None
     _weight_quantizer: TensorQuantizer
 

@@ -222,6 +222,7 @@ class _Backward:
             if not marked.requires_grad:  # within no_grad: a checkpoint, a frozen part
                 return tensor
             marked.register_hook(multiply)
+            # Such layers share a quantizer, see `_rounded`.
             if len(self._trial.groups[i].modules) > 1:
                 made = {name: made[k] for name, (made, _) in rounded.items()}
                 self._known[id(marked)] = _Known(marked, marked._version, i, made)
@@ -247,6 +248,7 @@ def _signs(tensor: Tensor, random: torch.Generator) -> Tensor:
 def _parts(products: Tensor, module: nn.Module) -> Tensor:
     """Sums over channels and over about `_PARTS` neighbourhoods."""
     axes = products.dim() - 2
+    # [batch, tokens, channels], as of a linear layer.
     tokens = axes == 1 and not isinstance(module, _ConvNd)
     if axes < 1 or tokens or isinstance(module, CHANNELS_LAST):
         rows = products.sum(-1).flatten()

@@ -28,13 +28,7 @@ _ATTENTION = "its projections are quantized; attention itself, products and soft
 def float_layers(
     model: nn.Module, config: QuantConfig, reported: Collection[str]
 ) -> Iterator[SkippedModule]:
-    """Yield layers without a quantized form: with parameters of their own, attention.
-
-    Args:
-        model: Its layers are replaced already.
-        config: Names excluded layers.
-        reported: Paths of layers that have a note already.
-    """
+    """Yield layers without a quantized form, beside those with a note (`reported`) already."""
     inside: set[str] = set()
     held = [m for m in model.modules() if isinstance(m, HeldWeight)]
     applied = {id(tensor) for m in held for tensor in m.held}
@@ -56,11 +50,7 @@ def float_layers(
 def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple[str, ...]:
     """Names of the functions by which a forward computes values, in the order of their calls.
 
-    Args:
-        steps: Steps of the model.
-        module: The module of the forward.
-        products: Whether convolutions and matrix products count; with example inputs they have a
-            note of their own.
+    With example inputs, `products` (convolutions, matrix products) have a note of their own.
     """
     names: dict[str, None] = {}
     for node in steps.nodes:

@@ -24,22 +24,18 @@ _KEEP_INTEGERS = frozenset(
 
 @dataclass(frozen=True)
 class Read:
-    """One quantizer reading one tensor.
-
-    Attributes:
-        quantizer: The reader.
-        tensor: The tensor, by its place in the flow.
-        value: The node that hands it over, `node` the one that reads it.
-        from_float: Whether float operations or inputs of the model make the tensor, or the
-            concatenation of it with others.
-        steps: The steps of both nodes.
-    """
+    """One quantizer reading one tensor."""
 
     quantizer: TensorQuantizer
+    # The tensor, by its place in the flow.
     tensor: object
+    # The node that hands it over, `node` the one that reads it.
     value: fx.Node
     node: fx.Node
+    # Whether float operations or inputs of the model make the tensor, or the concatenation of it
+    # with others.
     from_float: bool
+    # The steps of both nodes.
     steps: Steps
 
 
@@ -71,12 +67,7 @@ class Flow:
 
 
 def follow(found: Followed, placed: Iterable[tuple[FunctionalOp, nn.Module, Target]]) -> Flow:
-    """Find the tensor that each quantizer reads.
-
-    Args:
-        found: Operations of the model.
-        placed: Joins that were given a child since.
-    """
+    """Find the tensor that each quantizer reads; `placed` are the joins that have a child now."""
     reader = _Reader(found, placed)
     for steps in found.parts:
         for index, node in enumerate(steps.inputs):
@@ -204,6 +195,7 @@ class _Reader:
                     return False
             elif steps.spec(node).kind in _KEEP_INTEGERS:
                 read = steps.read(node)
+                # Other operands may be positions.
                 pending += read[:1] if steps.spec(node).places else read
         return True
 

@@ -135,6 +135,7 @@ class RangeFollower:
     def start(self, maxima: Sequence[Tensor]) -> None:
         """Set m₀ and m from some frames' maxima, before training."""
         seen = torch.stack(list(maxima))
+        # The mean over the frames that used the quantizer.
         self.first = seen.sum(0) / (seen > 0).sum(0).clamp(min=1)
         self.mean = self.first.clone()
 
@@ -143,6 +144,7 @@ class RangeFollower:
         """Apply the maxima of a step's frames, in order, and the current weights."""
         for seen in maxima:
             moved = _DECAY * self.mean + (1 - _DECAY) * seen
+            # A quantizer that this frame does not use keeps its mean.
             self.mean = torch.where((seen > 0) & (self.first > 0), moved, self.mean)
         share = torch.where(self.first > 0, self.mean / self.first, 1.0)
         for quantizer, amax in zip(self._activations, self._calibrated * share, strict=True):

@@ -7,9 +7,6 @@ forward lies between), it knows an addition (a product) by its place: functions,
 from the call up to the forward, and how often that place was passed before in this call of the
 module. Places that the example did not show stay float. A place that is passed more or fewer times
 than then is an error, since nobody could say which of its quantizers is meant.
-
-While the forward runs, the children that these operations are sent to are out of its sight, for a
-forward that goes through its own children (as DenseNet's blocks do) must not meet them.
 """
 
 from __future__ import annotations
@@ -64,30 +61,23 @@ Site = tuple[Place, ...]
 
 
 class Target(NamedTuple):
-    """The child that a functional operation is sent to.
+    """The child that a functional operation is sent to."""
 
-    Attributes:
-        name: Its name in the module.
-        operand: 0 or 1 where the child is the quantizer of that operand of an addition, 0 of a
-            sampling; None where it computes the functional operation.
-    """
-
+    # Its name in the module.
     name: str
+    # 0 or 1 where the child is the quantizer of that operand of an addition, 0 of a sampling; None
+    # where it computes the functional operation.
     operand: int | None = None
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """One place of a forward that adds or concatenates.
-
-    Attributes:
-        site: Where it is.
-        targets: What is done, pass by pass within one call of the module; None leaves it float.
-        counts: How many passes the calls that were seen had.
-    """
+    """One place of a forward that adds or concatenates."""
 
     site: Site
+    # What is done, pass by pass within one call of the module; None leaves it float.
     targets: tuple[Target | None, ...]
+    # How many passes the calls that were seen had.
     counts: frozenset[int]
 
 
@@ -110,16 +100,12 @@ class FunctionalCall(NamedTuple):
 
 @dataclass(eq=False)
 class Recorder:
-    """Notes the functional operations of the modules whose class was made with it.
-
-    Attributes:
-        seen: In order of execution.
-        calls: How often each module was called.
-        apart: Places of in-place additions that make a new tensor instead, to see who minds.
-    """
+    """Notes the functional operations of the modules whose class was made with it."""
 
     seen: list[FunctionalCall] = field(default_factory=list)
+    # How often each module was called.
     calls: Counter[nn.Module] = field(default_factory=Counter)
+    # Places of in-place additions that make a new tensor instead, to see who minds.
     apart: set[tuple[nn.Module, Site]] = field(default_factory=set)
 
 
@@ -236,12 +222,8 @@ class _FunctionalMode(TorchFunctionMode):
 def functional_class(base: type[Any], plan: Plan, recorder: Recorder | None = None) -> type[Any]:
     """The class of a module of class `base` whose functional operations go where `plan` says.
 
-    It keeps the name of `base`, and modules of it are copied and pickled by `base` and `plan`.
-
-    Args:
-        base: The author's class, or one made here: its author's class is taken.
-        plan: An empty one with no recorder gives the author's class back.
-        recorder: For a class that notes functional operations, too.
+    It keeps the name of `base`, and modules of it are copied and pickled by `base` and `plan`. An
+    empty plan without a recorder gives the author's class.
     """
     author: Any = getattr(base, _BASE, base)
     if recorder is not None:
@@ -267,6 +249,8 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
         there = self.__dict__["_modules"]
         own = [name for name in there if name in names] if outer is None else []
         children = outer or {name: getattr(self, name) for name in own}
+        # A forward may go through its own children, as DenseNet's blocks do, and must not meet
+        # these.
         hidden = {name: there.pop(name) for name in own}
         self.__dict__[_CHILDREN] = children
         mode = _FunctionalMode(self, places, children, recorder)
@@ -312,6 +296,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     """As the author's class is reduced, and the plan on top."""
     base, plan = getattr(type(self), _BASE), plan_of(self)
     make, args, *rest = base.__reduce_ex__(self, protocol)
+    # By the author's class, as pickle finds no class that is made here.
     if make is copyreg.__newobj__:  # type: ignore[attr-defined]
         args = (base, *args[1:])
     return (_restored, (make, args, plan), *rest)
@@ -324,15 +309,12 @@ def _restored(make: Any, args: tuple[Any, ...], plan: Plan) -> nn.Module:
 
 
 def _frames_between(frame: FrameType | None, forward: FrameType | None) -> list[FrameType]:
-    """Frames from a call up to the forward in question.
-
-    None if a child's forward is nearer, or a function that the author wrapped by
-    ``torch.fx.wrap(name)``: it counts as one step.
-    """
+    """Frames from a call up to the forward; none where a child's forward is nearer."""
     found = []
     while frame is not None and frame.f_code not in CALLS:
         found.append(frame)
         name, frame = frame.f_code.co_name, frame.f_back
+        # A function wrapped by ``torch.fx.wrap(name)`` counts as one step.
         if (
             frame is not None
             and (id(frame.f_globals), name) in _symbolic_trace._wrapped_fns_to_patch
@@ -342,15 +324,14 @@ def _frames_between(frame: FrameType | None, forward: FrameType | None) -> list[
 
 
 def site_of(frames: list[FrameType]) -> Site:
-    """The places of frames, innermost first.
-
-    A function made inside of the forward is the last: whether it is called at once or by way of
-    `torch.utils.checkpoint` makes no difference to what it computes.
-    """
+    """The places of frames, innermost first."""
     places: list[Place] = []
     for frame in frames:
         place = Place(frame.f_code.co_qualname, *_position(frame.f_code, frame.f_lasti))
         places.append(place)
+        # A function made in the forward is the last: called at once or through
+        # torch.utils.checkpoint,
+        # it computes the same.
         if "<locals>" in place.function and place.function.startswith(
             frames[-1].f_code.co_qualname
         ):

@@ -23,26 +23,23 @@ from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 @dataclass(frozen=True, eq=False)
 class FunctionalOp:
-    """An addition or a concatenation in a module's own forward.
+    """An addition or a concatenation in a module's own forward."""
 
-    Attributes:
-        call: The call of the module that makes it.
-        kind: ``"add"``, ``"cat"``, ``"sample"`` or ``"product"``.
-        site: Where in the forward it is made, and `occurrence` the how many-th time in this call.
-        steps: What the model computes, `node` the step; None where it is in none.
-        planned: It has its quantizer already.
-        hidden: It changes a tensor in place that is read under another name.
-        product: What is multiplied, of a product.
-    """
-
+    # The call of the module that makes it.
     call: Call
+    # ``"add"``, ``"cat"``, ``"sample"`` or ``"product"``.
     kind: str
+    # Where in the forward it is made, and `occurrence` the how many-th time in this call.
     site: Site
     occurrence: int
+    # What the model computes, `node` the step; None where it is in none.
     steps: Steps
     node: fx.Node | None
+    # It has its quantizer already.
     planned: bool = False
+    # It changes a tensor in place that is read under another name.
     hidden: bool = False
+    # What is multiplied, of a product.
     product: Product | None = None
 
     @property
@@ -66,30 +63,23 @@ class FunctionalOp:
 
 @dataclass
 class Followed:
-    """Operations of a model, as far as it could be followed.
+    """Operations of a model, as far as it could be followed."""
 
-    Attributes:
-        parts: The steps of the model, or of its parts.
-        ops: Additions and concatenations of its own forwards.
-        unfollowed: Path and reason of modules whose own forward could not be followed.
-        same: Equal tensors of several parts: (steps, node) to their representative.
-    """
-
+    # The steps of the model, or of its parts.
     parts: list[Steps] = field(default_factory=list)
+    # Additions and concatenations of its own forwards.
     ops: list[FunctionalOp] = field(default_factory=list)
+    # Path and reason of modules whose own forward could not be followed.
     unfollowed: dict[str, str] = field(default_factory=dict)
+    # Equal tensors of several parts: (steps, node) to their representative.
     same: dict[object, object] = field(default_factory=dict)
 
 
 def may_hold_functional_ops(module: nn.Module, *, ahead: bool = False) -> bool:
     """Whether the module's forward may join tensors that quantized layers make or read.
 
-    This holds for an author's forward around such layers, and for spconv's tables.
-
-    Args:
-        module: The module.
-        ahead: Products that are not quantized yet count as layers, and so does a module without
-            children: it may join outputs of the layers around it.
+    With `ahead`, products that are not quantized yet count as layers, and so does a module without
+    children: it may join outputs of the layers around it.
     """
     if ahead and is_bare(module):
         return True
@@ -123,27 +113,9 @@ def quantize_functional_ops(
 ]:
     """Quantize what the forward of every module of the model adds, concatenates and multiplies.
 
-    - An addition of sparse tensors or their features becomes `self.quant_add(a, b)`.
-    - A dense addition behind a convolution gets `self.residual_quantizer` on the other operand,
-      the one with fewer layers before it: TensorRT then adds inside the convolution.
-    - A product with a parameter that the forward applies by a function, as `F.conv2d`, instead of
-      calling a layer goes through a quantized layer over that parameter.
-    - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`. One that
-      nothing reads stays float, unless a part of the model hands on what its layers made.
-    - A sampling (`grid_sample`, deformable attention) fed by or read by quantized layers gets
-      `self.sample_quantizer` on the sampled tensor; its positions and weights stay float.
-
-    The forward stays its author's (`_functional_calls`); the module's class keeps its name.
-
-    Args:
-        model: Its layers are replaced already.
-        config: What to quantize.
-        found: What the model computes.
-        observed: Whether example inputs were given.
-        kept: Layers that the settings leave float.
-
-    Returns:
-        What was added, what stays float, and for each operation that has a child now, which.
+    Layers are replaced already, and `kept` are those that the settings leave float. The forward
+    stays its author's (`_functional_calls`); the module's class keeps its name. Returns what was
+    added, what stays float, and the child of each operation that has one now.
     """
     done: list[QuantizedModule] = []
     skipped: list[SkippedModule] = []
@@ -160,6 +132,7 @@ def quantize_functional_ops(
         placed.extend(placer.placed)
         return placer.skipped
 
+    # Products first: their layers decide which operations around them are quantized.
     for path, module in list(model.named_modules()):
         place(path, module, products=True)
     if not (config.quantize_add or config.quantize_concat or config.quantize_sample):
@@ -213,9 +186,11 @@ class _Placer:
     def place(self) -> None:
         first: dict[tuple[Site, int], FunctionalOp] = {}
         for op in self._functional_ops:
+            # One child would serve every call.
             if self._bare and op.steps.lengths[self._module] > 1:
                 self._pass_over(op, "is that of a module which is called several times")
             elif not op.planned:
+                # Later calls share the child of the first one.
                 first.setdefault((op.site, op.occurrence), op)
         for op in first.values():
             if op.product is not None and op.node is not None:
@@ -229,6 +204,7 @@ class _Placer:
             elif op.kind == "sample" and self._config.quantize_sample:
                 self._sample(op)
         if self._targets:
+            # The author's forward and names stay.
             self._module.__class__ = functional_class(type(self._module), self._plan())
 
     @property
@@ -290,6 +266,7 @@ class _Placer:
             return
         if any(isinstance(steps.module(value), TensorQuantizer) for value in (left, right)):
             return
+        # TensorRT adds the residual inside the convolution that makes the other operand.
         operand = self._residual(op, left, right)
         if operand is None:
             self._pass_over(op, "is not behind a quantized convolution")
@@ -324,6 +301,7 @@ class _Placer:
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(op, "has operands or an axis that are only known when it runs")
             return
+        # What a part of the model hands on may be read by layers outside of it.
         computed = any(steps.computes(steps.origin(value), op.call) for value in nodes)
         if not steps.is_read(node) and (computed or not self._path):
             self._pass_over(op, "is an output of the model, or places, that no layer reads")
@@ -344,6 +322,7 @@ class _Placer:
             return
         if isinstance(steps.module(value), TensorQuantizer):
             return
+        # Positions and weights of the sampling stay float.
         if self._is_near_layers(op, [value]):
             self._attach(op, "sample_quantizer", TensorQuantizer, "sampled tensor", 0)
 

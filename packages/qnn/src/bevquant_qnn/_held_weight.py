@@ -112,16 +112,9 @@ class HeldWeight(QuantWeighted):
         quant_desc_input: QuantDescriptor,
         quant_desc_weight: QuantDescriptor,
     ) -> Self:
-        """The quantized layer of a product.
-
-        Args:
-            owner: The module below which the parameters are.
-            product: As the forward calls it.
-            names: Paths of weight and bias below `owner`.
-            quant_desc_input: Descriptor of the input quantizer.
-            quant_desc_weight: Descriptor of the weight quantizer.
-        """
+        """The quantized layer of a product whose weight and bias have these paths below `owner`."""
         made = take_over(cls.__new__(cls), _stock_layer(product))
+        # The owner's parameters keep their names in its state dict.
         made._parameters.clear()
         made.__dict__["_owner"] = owner  # no child: the owner is the parent
         made._names, made._shape = names, product.shape

@@ -26,6 +26,7 @@ def put_matrix(module: Any, matrix: Tensor) -> None:
     weight, own = _from_matrix(module, matrix).to(module.weight), module.weight
     factors = module.weight_factors()
     weight = weight if factors is None else weight * factors
+    # `set_weight` makes a new parameter; optimizers hold the layer's own.
     if isinstance(module, QuantSparseConvolution):
         set_weight(module, weight, module.weight_layout)
         weight, module.weight = module.weight, own
@@ -34,12 +35,7 @@ def put_matrix(module: Any, matrix: Tensor) -> None:
 
 
 def grid_step(module: Any) -> Tensor:
-    """Return the distance between two weights on the grid, float64 [groups, out/groups, 1].
-
-    Raises:
-        ValueError: FP8 or blocks, which have no steps of one size, or ranges that do not number the
-            output channels.
-    """
+    """Return the distance between two weights on the grid, float64 [groups, out/groups, 1]."""
     if not isinstance(module.weight_quantizer.num_bits, int):
         raise ValueError("its weight is FP8 or FP4, whose numbers lie in unequal steps")
     quantizer, weight = module.weight_quantizer, module.weight_to_quantize().detach()
@@ -70,14 +66,8 @@ def put_grid_step(module: Any, step: Tensor) -> None:
 def sampled_patches(module: Any, x: Any, count: int, generator: Generator) -> Tensor:
     """Return up to `count` patches of the input, [groups, rows, in/groups · kernel].
 
-    They are drawn with the generator: two inputs of one shape and generators of one seed give
-    patches of the same places.
-
-    Args:
-        module: A quantized layer.
-        x: What it is called with, the input quantizer not yet applied.
-        count: Most patches.
-        generator: On the CPU.
+    The input quantizer is applied here. Generators of one seed draw the same positions in two
+    inputs of one shape.
     """
     if isinstance(module, QuantSparseConvolution):
         return _sparse_patches(module, x, count, generator)
@@ -196,6 +186,7 @@ def _sparse_patches(module: Any, x: Any, count: int, generator: Generator) -> Te
         bias=None,
     )
     drawn = _drawn(len(moved.features), count, generator).to(features.device)
+    # Number 0, where a tap meets no row, is a row of zeros.
     padded = torch.cat([features.new_zeros(1, features.shape[1]), features])
     fetched = padded[moved.features[drawn].long()]
     return fetched.transpose(1, 2).flatten(1)[None]

@@ -39,17 +39,9 @@ def observe(
 ) -> Followed:
     """Follow the model on example inputs, in evaluation mode and with its quantizers bypassed.
 
+    Its layers are replaced already; excluded modules are not searched for functional operations.
     What cannot be captured is followed child by child, on what its children get in a run of the
-    model; a tensor that one child hands to another is told by its memory.
-
-    Args:
-        model: The model, its layers replaced already.
-        config: Modules that are left out are not looked into for functional operations.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or one input.
-        graph: The model's graph, where there is one.
-
-    Returns:
-        Its steps and functional operations. Training flags and quantizer states are as before.
+    model; a tensor that one child hands to another is known by its memory.
     """
     found = Followed()
     paths = {module: path for path, module in model.named_modules()}
@@ -85,6 +77,7 @@ class _Observer:
             opaque |= {root.get_submodule(path): reason for path, reason in reasons.items()}
             steps = Steps(self.paths, graph.graph, root, graph)
             self.found.parts.append(steps)
+            # What a module that is one node computes is followed below, child by child.
             within = {m for module in opaque for m in module.modules()}
             recorder.seen = [event for event in recorder.seen if event.module not in within]
             self.note_ops(steps, recorder, watched, given, outputs)
@@ -174,6 +167,7 @@ def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tensors over the same elements of one memory, at one version of it."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return None
+    # Without elements there is no memory to compare.
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return (id(tensor),)
     extent = tuple(sorted((st, s) for st, s in zip(tensor.stride(), tensor.shape, strict=True)))
@@ -184,6 +178,7 @@ def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
         tensor.storage_offset(),
         tensor.numel(),
         0 if tensor.is_inference() else tensor._version,
+        # A view is known by its strides too; axes of size 1 may have any.
         () if whole else tuple(pair for pair in extent if pair[1] != 1),
     )
 
@@ -200,6 +195,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 def _captured(root: nn.Module, given: Any) -> Graph:
     """The graph of a module; of a copy where its tensors are inference tensors."""
     args, kwargs = given
+    # A capture takes positional or named inputs.
     if kwargs and args:
         bound = inspect.signature(root.forward).bind(*args, **kwargs)
         args, kwargs = [], dict(bound.arguments)
@@ -214,6 +210,7 @@ def _recorded(
     model: nn.Module, watched: Iterable[nn.Module], given: Any, recorder: Recorder
 ) -> tuple[Recorder, list[Any]]:
     """Run the model once and note the functional operations in the forwards of some modules."""
+    # A forward on the instance hides that of its class.
     own = [(module, type(module)) for module in watched if "forward" not in vars(module)]
     try:
         for module, cls in own:
@@ -254,6 +251,7 @@ def _hidden(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    # NaN equals itself here.
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 

@@ -68,6 +68,7 @@ class PairSums:
         """Add one pair of equal shape."""
         sums = _sums_of(wanted, got)
         if not all(map(math.isfinite, sums)):
+            # One of these values makes all sums useless.
             known = wanted.isfinite()
             both = known & got.isfinite()
             self.not_finite += int(known.sum()) - int(both.sum())
@@ -101,6 +102,7 @@ class PairSums:
     @property
     def cosine(self) -> float | None:
         """Σ float · quantized / √(Σ float² · Σ quantized²); None where one is 0 or not finite."""
+        # Two roots, as the product of the sums may overflow.
         length = math.sqrt(self.signal) * math.sqrt(self.energy)
         return self.dot / length if 0 < length < math.inf and not self.not_finite else None
 

@@ -49,13 +49,8 @@ class Point:
 def front(groups: Sequence[Sequence[Choice]], points: int = _POINTS) -> list[Point]:
     """Merge group after group; partial choices that another beats in both are dropped.
 
-    Args:
-        groups: Choices of each group; losses may be negative.
-        points: Number of partial choices that are kept, evenly over the front. Up to that many, the
-            result is exact.
-
-    Returns:
-        From low cost and large loss to high cost and small loss.
+    Keeps `points` partial choices, evenly over the front; up to that many the result is exact.
+    Losses may be negative. The front goes from low cost to high cost and small loss.
     """
     best: Sequence[Point | None] = [None]
     found: list[Point] = []
@@ -78,6 +73,7 @@ def _merged(before: Sequence[Point | None], choices: Sequence[Choice], points: i
     every.sort(key=lambda point: (point.cost, point.loss))
     best: list[Point] = []
     for point in every:
+        # In the order of costs: kept is what loses less than all cheaper points.
         if not best or point.loss < best[-1].loss:
             best.append(point)
     if len(best) <= points:
@@ -91,16 +87,13 @@ Precisions = tuple[Precision, ...]
 
 @dataclass(frozen=True, eq=False)
 class PlanSpace:
-    """Choices of each row of a table.
+    """Choices of each row of a table."""
 
-    Attributes:
-        groups: Groups of the model, in its order; those that were off when the table was made too.
-        table: Loss of each group alone.
-        choices: For each row of the table. Costs are shares of the int8 model's time.
-    """
-
+    # Groups of the model, in its order; those that were off when the table was made too.
     groups: tuple[PrecisionGroup, ...]
+    # Loss of each group alone.
     table: SensitivityTable
+    # For each row of the table. Costs are shares of the int8 model's time.
     choices: tuple[tuple[Choice, ...], ...]
 
     def time(self, precisions: Sequence[Precision]) -> float:
@@ -126,11 +119,7 @@ class PlanSpace:
 def plan_space(
     model: nn.Module, table: SensitivityTable, costs: Mapping[Precision, float], where: str
 ) -> PlanSpace:
-    """Choices of `model`'s groups, by `table` and `costs`; errors begin with `where`.
-
-    Raises:
-        ValueError: The table belongs to another model, or a cost is missing or not positive.
-    """
+    """Choices of `model`'s groups, by `table` and `costs`; errors begin with `where`."""
     check_kind(table, SensitivityTable, "a SensitivityTable")
     check_precisions(costs, f"{where}: costs")
     bad = [f"{name}={cost}" for name, cost in costs.items() if not 0 < cost < math.inf]

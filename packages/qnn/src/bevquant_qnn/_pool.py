@@ -40,11 +40,7 @@ class QuantPool(InputDefault, nn.Module):
     def from_float(
         cls, module: nn.Module, *, quant_desc_input: QuantDescriptor | None = None
     ) -> Self:
-        """Return the quantized form of a float pooling module, with its hooks and training flag.
-
-        Raises:
-            TypeError: If `module` is of another class, or has a forward of its own.
-        """
+        """Return the quantized form of a float pooling module, with its hooks and training flag."""
         if layer_class(module, cls.float_class) is None:
             raise no_source(cls, module)
         quantized = take_over(cls.__new__(cls), module)

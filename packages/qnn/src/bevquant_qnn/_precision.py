@@ -51,11 +51,7 @@ class Setting:
 
 
 def check_precisions(names: Iterable[str], where: str) -> None:
-    """Refuse names that are no precision.
-
-    Raises:
-        ValueError: They are listed.
-    """
+    """Refuse names that are no precision."""
     unknown = [name for name in names if name not in PRECISIONS]
     if unknown:
         raise ValueError(
@@ -67,11 +63,7 @@ def check_precisions(names: Iterable[str], where: str) -> None:
 def own_precision(
     inputs: Iterable[TensorQuantizer], weights: Iterable[TensorQuantizer], where: str
 ) -> Precision:
-    """Return the precision of quantizers as they are.
-
-    Raises:
-        ValueError: Their bits are those of none.
-    """
+    """Return the precision of quantizers as they are; refuses bits without a precision."""
     bits = [{q.num_bits for q in held if not q._disabled} for held in (inputs, weights)]
     for name, expected in _BITS.items():
         if all(found <= {want} for found, want in zip(bits, expected, strict=True)):
@@ -84,11 +76,7 @@ def own_precision(
 
 
 def block_axis_of(model: nn.Module, group: PrecisionGroup, precision: str) -> int:
-    """Return the axis, from the end, over which the products of a group sum; -1 without blocks.
-
-    Raises:
-        ValueError: A block format for other layers than linear ones and convolutions of 1×1.
-    """
+    """Return the axis, from the end, over which the products of a group sum; -1 without blocks."""
     if precision not in BLOCKS:
         return -1
     axes: set[int] = set()
@@ -104,6 +92,7 @@ def block_axis_of(model: nn.Module, group: PrecisionGroup, precision: str) -> in
                 f"{path}: {precision} is for linear layers and convolutions of 1×1 without groups, "
                 f"and this is a {type(layer).__name__}; give it another precision"
             )
+        # The input channels, from the end: the activation's rank may be another one.
         axes.add(1 - layer.weight.dim())
     if len(axes) > 1:
         raise ValueError(
@@ -118,10 +107,7 @@ def setting_at(
 ) -> Setting:
     """Return the setting of `quantizer` at `precision`.
 
-    At its own bits its range and sign stay. Beyond 8 bits and in FP8 it is signed. At other bits
-    the range is searched again in its calibrator's histogram: by mse up to 8 bits, above that the
-    largest value, where rounding is finer than any clipping, and for block formats. A quantizer
-    with an empty calibrator keeps its range.
+    At other bits the range is searched again in its calibrator's histogram, if that has values.
     """
     if precision == "float":
         return own_setting(quantizer, disabled=True)
@@ -129,6 +115,7 @@ def setting_at(
     amax = quantizer.amax
     if bits != quantizer.num_bits and amax is not None:
         amax = _searched(quantizer, bits, amax)
+    # Beyond 8 bits and in FP8 it is signed.
     unsigned = quantizer.unsigned and _may_be_unsigned(bits)
     return Setting(False, bits, amax, block_axis, unsigned)
 
@@ -152,6 +139,7 @@ def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
     calibrator._num_bits = bits
     calibrator._unsigned = before[1] and _may_be_unsigned(bits)
     try:
+        # Above 8 bits rounding is finer than any clipping, and blocks have scales of their own.
         clips = not isinstance(bits, str) and format_of(bits).bits <= 8
         found = calibrator.compute_amax("mse" if clips else "max")
     finally:

@@ -103,11 +103,7 @@ class PrecisionPlan(HtmlTable, JsonDocument):
         return iter(self.groups)
 
     def __getitem__(self, path: str) -> Precision:
-        """Return the precision of the layer at `path`.
-
-        Raises:
-            KeyError: The plan does not hold it.
-        """
+        """Return the precision of the layer at `path`."""
         for group in self.groups:
             if path in group.modules:
                 return group.precision

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -103,6 +102,7 @@ def _classes() -> tuple[Any, Any, Any]:
                     "before convert_pt2e"
                 )
             scale = amax.detach().float().flatten() / self.high
+            # Zeros alone have no range, and any scale holds them.
             scale = torch.where(scale > 0, scale, torch.ones_like(scale))
             return scale, torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
 
@@ -164,6 +164,7 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
             continue
         if _path(node) in left:
             continue
+        # A group of readers has one range: its first edge holds it, the others share that.
         group = groups.find(read.quantizer)
         edges = annotated[node].input_qspec_map
         if value not in edges:
@@ -176,8 +177,9 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
             edges = annotated[node].input_qspec_map
             axis = quantizer.axis if config.weight_per_channel else None
             edges[node.args[1]] = _spec(config.weight_descriptor(axis), method)
-    joined = {own[n] for n in _concatenations(flow) if n in own}
+    joined = {own[out[1]] for out, _ in flow.joins if out[1] in own}  # type: ignore[index]
     for node, annotation in annotated.items():
+        # Its output has the range of its operands.
         if node in joined:
             edge = next(iter(annotation.input_qspec_map))
             annotation.output_qspec = SharedQuantizationSpec((edge, node))
@@ -229,6 +231,7 @@ def _origins(flow: Flow, nodes: dict[str, fx.Node]) -> dict[fx.Node, fx.Node]:
             step = next(same, None)
             if step is not None:
                 found[step] = node
+                # In order: steps up to this one are of no later node.
                 del left[: left.index(step) + 1]
     return found
 
@@ -244,7 +247,3 @@ def _argument(step: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node | None:
 def _path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def _concatenations(flow: Flow) -> Iterator[fx.Node]:
-    return (output[1] for output, _ in flow.joins)  # type: ignore[index]

@@ -212,6 +212,7 @@ class QatTrainer:
         self._learned = learn_ranges(model) if learn else []
         self._follower = RangeFollower(model) if not learn and frozen_after > 0 else None
         ranges = {id(p) for p in self._learned}
+        # Ranges have rates of their own, and are not clipped.
         learning = (p for p in model.parameters() if p.requires_grad)
         self._weights = [p for p in learning if id(p) not in ranges]
         self.optimizer = self._make_optimizer(weight_decay)
@@ -261,6 +262,7 @@ class QatTrainer:
         total = add_up(self._parts(number))
         norm = self._put(total)
         losses = [float(value) for value in total.losses]
+        # Checked before the step, so that the model is unchanged.
         if not all(map(math.isfinite, (*losses, norm))):
             raise FloatingPointError(
                 f"step {number + 1}: the loss is {sum(losses)} and its gradient's norm {norm}"
@@ -271,6 +273,7 @@ class QatTrainer:
         self.optimizer.step()
         with torch.no_grad():
             for amax in self._learned:
+                # A range of 0 or less has no step.
                 amax.clamp_(min=SMALLEST)
         if self._follower is not None and not still:
             self._follower.follow(total.maxima)
@@ -282,6 +285,7 @@ class QatTrainer:
             self._follower.stop()
         model = self.model.cpu().eval()
         freeze(model)
+        # Beyond the range, a weight would become −q − 1 once weights are no longer narrow.
         keep_within_ranges(model)
         narrow_weights(model, False)
         return model

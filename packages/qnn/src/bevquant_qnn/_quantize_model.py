@@ -179,6 +179,7 @@ def _quantized(
     ]
     model, originals, replaced, skipped, kept = replace_layers(model, config)
     observed = example_inputs is not None
+    # Behind the replacement, as quantized layers decide which joins are quantized.
     found = observe(model, config, example_inputs, graph) if observed else trace(model)
     unused = _unused(found, originals) if observed else {}
     replace_modules(model, {layer: originals[layer] for layer in unused})

@@ -20,20 +20,14 @@ class Kept(Protocol):
 
 
 def rank_and_world(distributed: bool | None) -> tuple[int, int]:
-    """Return this process's rank and how many there are; 0 and 1 where they do not share work.
-
-    Args:
-        distributed: None shares where torch.distributed is initialised, True insists on it.
-
-    Raises:
-        ValueError: It is insisted on and not initialised.
-    """
+    """Return this process's rank and how many there are; 0 and 1 where they do not share work."""
     ready = dist.is_available() and dist.is_initialized()
     if distributed and not ready:
         raise ValueError(
             "distributed=True, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group first, or start with torchrun"
         )
+    # None shares where torch.distributed is initialised, True insists on it.
     return (
         (dist.get_rank(), dist.get_world_size()) if ready and distributed is not False else (0, 1)
     )
@@ -50,17 +44,8 @@ def deal_out(
 ) -> list[Any]:
     """Results of `work` for all items, in their order; processes share the items.
 
-    Args:
-        items: The same in every process. Of a sequence only the process's own items are read;
-            anything else is iterated.
-        work: Called with the process's own items; returns a list.
-        distributed: As for `rank_and_world`.
-        first: Called in every process with the first item, before `work`.
-        step: Name of the results in `kept`.
-        kept: Storage of earlier and new results.
-
-    Raises:
-        RuntimeError: Another process failed.
+    Items are the same in every process; of a sequence, each reads only its own. `first` is called
+    in every process with the first item, before `work`. `step` names the results in `kept`.
     """
     rank, world = rank_and_world(distributed)
     own: list[Any] = []
@@ -80,6 +65,7 @@ def deal_out(
     except Exception as problem:
         if world == 1:
             raise
+        # The other processes wait for this one, which reports it there.
         error = problem
     return gather_dealt(own, world, error) if world > 1 else own
 
@@ -95,11 +81,7 @@ def _made_late(items: Iterable[Any]) -> Iterator[tuple[int, Callable[[], Any]]]:
 
 
 def gather_dealt(own: Sequence[Any], world: int, error: Exception | None = None) -> list[Any]:
-    """Put together items that were dealt out: item i was made by rank i modulo `world`.
-
-    Raises:
-        RuntimeError: Another process failed.
-    """
+    """Put together items that were dealt out: item i was made by rank i modulo `world`."""
     replies: list[Any] = [None] * world
     text = None if error is None else f"{type(error).__name__}: {error}"
     dist.all_gather_object(replies, (text, list(own)))

@@ -130,34 +130,29 @@ def refine_plan(
     search = _Search(space, trials, budget)
     trials.measure(start, search.weighted(_own_precisions(space)))
     for _ in range(rounds):
-        before = search.best(start)
+        before = search.best()
         trials.measure(before, search.changed_alone(before))
         trials.measure(before, search.changed_together(before))
-        if search.best(start) == before:
+        if search.best() == before:
             break
-    best = search.best(start)
+    best = search.best()
     if budget.score is not None and trials.scores[best] < budget.score and "float" in costs:
         best = cast(Precisions, ("float",) * len(best))  # which reaches it, as was checked
         trials.measure(best)
 
-    def told(chosen: Precisions) -> PrecisionPlan:
+    def planned(chosen: Precisions) -> PrecisionPlan:
         return space.plan(chosen, space.time(chosen), trials.scores[chosen], measured=True)
 
     measured = tuple((space.time(chosen), score) for chosen, score in trials.scores.items())
-    return RefinedPlan(told(best), told(start), len(measured), measured)
+    return RefinedPlan(planned(best), planned(start), len(measured), measured)
 
 
 class _Trials:
-    """Runs plans and remembers what they scored.
+    """Runs plans and remembers what they scored, by the precisions of the table's rows.
 
     A plan is run as a change of another one, the base: what comes before the first group that
     differs, and branches beside those that do, are answered from the base's recorded run. Results
-    are those of full runs, bit for bit.
-
-    Arguments are those of `refine_plan`; the batches are gone through once a `measure`.
-
-    Attributes:
-        scores: Of every plan that was measured, by the precisions of the table's rows.
+    are those of full runs, bit for bit. The batches are gone through once a `measure`.
     """
 
     def __init__(
@@ -219,6 +214,8 @@ class _Trials:
             reference = Replay(self._model, run, self._outputs).output
             with set_for_now(self._settings(base)):
                 replay = Replay(self._model, run, self._outputs)
+                # Only the quantizers that differ: the replay answers all calls that these do not
+                # reach.
                 for plan in plans:
                     changed = self._settings(plan, base)
                     with set_for_now(changed):
@@ -237,24 +234,19 @@ class _Trials:
 
 
 class _Search:
-    """Choice of the next plans from the measured ones.
-
-    Args:
-        space: All plans.
-        trials: Measured plans.
-        budget: Limit of a plan's cost or score.
-    """
+    """Choice of the next plans from the measured ones."""
 
     def __init__(self, space: PlanSpace, trials: _Trials, budget: Budget) -> None:
         self._space, self._trials, self._budget = space, trials, budget
         self._loss_of = loss_of(space.table.metric)
 
-    def best(self, start: Precisions) -> Precisions:
+    def best(self) -> Precisions:
         """The best plan that was run within the budget; the earliest of equals."""
         scores = self._trials.scores
         if self._budget.time is not None:
             limit = self._budget.time * _SLACK
-            fitting = [p for p in scores if p == start or self._space.time(p) <= limit]
+            # The plan to start from is one of them, as `_check` requires.
+            fitting = [p for p in scores if self._space.time(p) <= limit]
             return max(fitting, key=lambda p: (scores[p], -self._space.time(p)))
         least = self._budget.score or 0.0
         reached = [p for p in scores if scores[p] >= least]
@@ -315,12 +307,9 @@ class _Search:
     def _fitting(
         self, points: Sequence[Point], known: float, parts: Sequence[float]
     ) -> Iterator[Precisions]:
-        """The best of a front within the budget; for a score, plans around it.
+        """The best of a front within the budget; for a score, plans for `parts` of its loss.
 
-        Args:
-            points: From low cost and large loss to high cost and small loss.
-            known: Added to the front's losses.
-            parts: Shares of the loss that a score allows.
+        `known` is added to the losses of the front, which runs from low to high cost.
         """
         if self._budget.time is not None:
             limit = self._budget.time * _SLACK
@@ -328,6 +317,7 @@ class _Search:
             if fitting:
                 yield fitting[-1].precisions()
             return
+        # Losses are estimates, so plans around the limit are tried.
         most = self._loss(self._budget.score or 0.0)
         for part in parts:
             reached = (point for point in points if known + point.loss <= part * most)
@@ -339,11 +329,7 @@ class _Search:
 
 
 def _start(space: PlanSpace, plan: PrecisionPlan) -> Precisions:
-    """The plan's precision for each row of the table.
-
-    Raises:
-        ValueError: The plan is another model's.
-    """
+    """The plan's precision for each row of the table; refuses another model's plan."""
     planned = {frozenset(group.modules): group.precision for group in plan}
     if {frozenset(group.modules) for group in space.groups} != planned.keys():
         raise ValueError(

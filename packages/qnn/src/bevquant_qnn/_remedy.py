@@ -122,6 +122,7 @@ def float_remedy(
     least, most = 0, len(order)
     if not _reaches(after[most], useful_db):
         least = most
+    # By bisection, as if more layers in float were never worse.
     while most - least > 1:
         middle = (least + most) // 2
         after[middle] = trial.worst(order[:middle])
@@ -171,6 +172,7 @@ class _Trial:
                 ahead = Choices()
                 with set_for_now(settings), ahead:
                     got = self._outputs(batch)
+                # The same choices, so that rows are of the same objects.
                 with Choices(ahead):
                     wanted = self._outputs(batch)
                 for index, (f, q) in enumerate(zip(wanted, got, strict=False)):

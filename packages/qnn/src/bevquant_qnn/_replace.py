@@ -11,7 +11,6 @@ from bevquant_graph import own_code, replace_modules
 from bevquant_qnn import _conv, _pool
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
-from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._pool import QuantPool
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution, sparse_weight_axis
@@ -52,10 +51,8 @@ def replace_layers(
 ]:
     """Replace every layer that `config` does not leave float.
 
-    Returns:
-        The model (another object only where the model itself is a layer), quantized layer to the
-        float one that it replaced, what was replaced, what was passed over with the reason, and
-        the layers among these that are float because the settings say so.
+    Returns the model (another object only where the model itself is a layer), quantized layer to
+    float one, what was replaced, what was passed over, and the layers that the settings leave.
     """
     layers = list(_layers(model))
     edge = _edges(layers, config)
@@ -80,7 +77,12 @@ def replace_layers(
             reason = edge.get(module.out_proj) or _left(out, module.out_proj, config)
             reason = reason or _refusal(module.out_proj)
             skipped += [] if reason is None else [SkippedModule(out, reason)]
-            built[module] = _attention(module, config, quantize_out=reason is None)
+            built[module] = QuantMultiheadAttention.from_float(
+                module,
+                quant_desc_input=config.input_descriptor(),
+                quant_desc_weight=config.weight_descriptor(0),
+                quantize_out=reason is None,
+            )
             done += [
                 QuantizedModule(f"{path}.{name}" if path else name, _name(child), _name(module))
                 for name, child in built[module].named_children()
@@ -205,31 +207,12 @@ def _sparse_refusal(module: nn.Module) -> str | None:
     return None if own is None else f"{own}; taking it over would change its result"
 
 
-def _attention(
-    module: nn.MultiheadAttention, config: QuantConfig, *, quantize_out: bool
-) -> nn.Module:
-    return QuantMultiheadAttention.from_float(
-        module,
-        quant_desc_input=config.input_descriptor(),
-        quant_desc_weight=config.weight_descriptor(0),
-        quantize_out=quantize_out,
-    )
-
-
 def _quantized_form(module: nn.Module, config: QuantConfig) -> nn.Module:
-    kind = _target(module)
-    inputs = config.input_descriptor()
-    if kind is QuantSparseConvolution:
-        return QuantSparseConvolution(
-            module,
-            quant_desc_input=inputs,
-            quant_desc_weight=config.weight_descriptor(sparse_weight_axis(module)),
-        )
-    if kind is not None and issubclass(kind, QuantPool):
-        return kind.from_float(module, quant_desc_input=inputs)
-    weighted: type[QuantWeighted] = kind  # type: ignore[assignment]
-    return weighted.from_float(
-        module,
-        quant_desc_input=inputs,
-        quant_desc_weight=config.weight_descriptor(weighted.weight_axis(module)),
-    )
+    kind: Any = _target(module)
+    settings = {"quant_desc_input": config.input_descriptor()}
+    if not issubclass(kind, QuantPool):
+        sparse = kind is QuantSparseConvolution
+        axis = sparse_weight_axis(module) if sparse else kind.weight_axis(module)
+        settings["quant_desc_weight"] = config.weight_descriptor(axis)
+    made: nn.Module = kind.from_float(module, **settings)
+    return made

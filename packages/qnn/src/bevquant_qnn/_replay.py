@@ -42,11 +42,7 @@ Calls = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Watch:
-    """The modules of a model, except the model itself and scripted ones.
-
-    Args:
-        model: Its modules get classes of their own, under the same names, while `seeing` lasts.
-    """
+    """The modules of a model, except the model itself and scripted ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._calls: Calls | None = None
@@ -71,6 +67,7 @@ class Watch:
         try:
             for module, own, watched in self._classes:
                 try:
+                    # Objects of some classes have another memory layout and take no other class.
                     object.__setattr__(module, "__class__", watched)
                 except TypeError:
                     continue
@@ -113,6 +110,7 @@ class _Call:
     seen: tuple[int, ...] = ()
 
 
+# A BaseException, which no `except Exception` of a forward catches.
 class _Enough(BaseException):
     """The outputs asked for are there."""
 
@@ -121,21 +119,9 @@ class Replay:
     """One recorded run of a model on one batch, and runs that repeat only what a change reaches.
 
     The record holds what every module call got and gave. When the model runs again with other
-    settings of some quantizers, a call is answered from the record
-
-    - if it ended before the first call of any of these quantizers (order of execution), or
-    - if no such quantizer is called within it, its modules are a library's, and its inputs are bit
-      for bit the recorded ones (a branch that the change does not reach).
-
-    A call that changes its input in place, or returns its input's memory, is never answered; an
-    output that is changed in place later is handed out as a copy. So the result is the plain run's
-    as long as modules compute from their inputs alone.
-
-    Args:
-        model: In evaluation mode. Gradients must be off.
-        run: Runs it on the batch, ``run(model)``.
-        outputs: Paths of the modules whose outputs are the result, a tuple of them; empty for the
-            model's own output. A run ends when it has them.
+    settings of some quantizers, a call is answered from the record if no change reaches it. So the
+    result is the plain run's as long as modules compute from their inputs alone. `outputs` are
+    paths of the modules whose outputs are the result; by default it is the model's own.
     """
 
     def __init__(self, model: nn.Module, run: Run, outputs: tuple[str, ...] = ()) -> None:
@@ -152,14 +138,7 @@ class Replay:
         self.output = self._record()
 
     def __call__(self, changed: Collection[TensorQuantizer]) -> Any:
-        """Return the output with these quantizers set as they are now.
-
-        Args:
-            changed: All quantizers whose settings are not those of the recorded run.
-
-        Raises:
-            RuntimeError: The model does not call its modules in the recorded order.
-        """
+        """The output with these quantizers, which are all that differ from the recorded run."""
         chosen = set(changed)
         hits = [i for i, call in enumerate(self._calls) if call.module in chosen]
         if not hits:
@@ -216,6 +195,7 @@ class Replay:
         output = forward(*args, **kwargs)
         call.end = len(self._calls)
         if before is not None and not isinstance(module, TensorQuantizer):
+            # A call that writes to its inputs, or returns their memory, is never answered.
             untouched = all(_version(tensor) == version for tensor, version in before)
             try:
                 own = untouched and not _share_memory(output, [tensor for tensor, _ in before])
@@ -242,6 +222,7 @@ class Replay:
             for inner in range(number, call.end) if self._targets else ():
                 if inner in self._target_outputs:
                     self._capture(inner)
+            # What the caller changes in place must not be the record's own.
             return (copied if number in self._shared else kept)(call.output)
         self._position = number + 1
         output = forward(*args, **kwargs)
@@ -254,8 +235,10 @@ class Replay:
     def _is_known(self, number: int, call: _Call, args: Any, kwargs: Any) -> bool:
         if not call.answerable:
             return False
+        # It ended before the first call of a changed quantizer.
         if call.end <= self._first:
             return True
+        # A branch that the change does not reach.
         return (
             call.pure
             and not any(number <= hit < call.end for hit in self._hits)
@@ -278,11 +261,7 @@ class Replay:
 
 
 def captured_outputs(captured: Mapping[str, Any], outputs: Sequence[str]) -> tuple[Any, ...]:
-    """Outputs of the modules at these paths.
-
-    Raises:
-        ValueError: The model did not call one.
-    """
+    """Outputs of the modules at these paths; refuses paths that the model did not call."""
     missing = [path for path in outputs if path not in captured]
     if missing:
         raise ValueError(
@@ -299,6 +278,7 @@ _OTHER_ORDER = (
 
 
 def _version(tensor: Tensor) -> int:
+    # Inference tensors have no version.
     return 0 if tensor.is_inference() else tensor._version
 
 

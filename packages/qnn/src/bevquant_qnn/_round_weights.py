@@ -28,6 +28,7 @@ from bevquant_quantizers import TensorQuantizer, format_of, quantization_disable
 # Inputs of each layer, in the quantized model and in the float one, layer after layer.
 
 
+# A BaseException, which no `except Exception` of a forward catches.
 class _Reached(BaseException):
     """The layer was called; nothing after it is needed."""
 
@@ -39,6 +40,7 @@ def inference(model: nn.Module) -> Iterator[None]:
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
+        # Inference tensors could not be trained or loaded later.
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
@@ -47,11 +49,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def layers_called(model: nn.Module, forward: Forward, batch: Any) -> tuple[list[str], list[str]]:
-    """Return paths of layers whose weight is quantized, in the order of their calls.
-
-    Returns:
-        Those called once, and those called never or several times, which have no one input.
-    """
+    """Paths of layers with quantized weights: those called once, in order; and all others."""
     paths = {
         module: path
         for path, module in model.named_modules()
@@ -64,6 +62,7 @@ def layers_called(model: nn.Module, forward: Forward, batch: Any) -> tuple[list[
             stack.callback(hook.remove)
         forward(model, batch)
     once = [path for path in called if called.count(path) == 1]
+    # Layers that are called several times have no one input.
     return once, [path for path in paths.values() if path not in once]
 
 
@@ -196,10 +195,12 @@ def round_weights(
     """
     if rounding not in get_args(Rounding):
         raise ValueError(f"round_weights: unknown rounding {rounding!r}; use 'gptq' or 'nearest'")
+    # Gone through once for the means of the inputs, and once for each layer.
     kept = list(checked_batches(batches))
     if not kept:
         raise ValueError("round_weights: there were no batches; give some to round by")
     forward = on_batch(forward)
+    # Keeps the float weights, as `model` is rounded in place.
     exact = copy.deepcopy(model)
     layers: list[RoundedLayer] = []
     with inference(model), inference(exact), quantization_disabled(exact):
@@ -308,6 +309,7 @@ def _round(
     if rounding == "gptq" or sparsity:
         put_matrix(module, chosen)
     if corrects:
+        # So that the mean of the output is the float layer's.
         shift = weight @ moments.mean[..., None] - chosen @ moments.quantized_mean[..., None]
         module.bias.add_(shift.flatten().to(module.bias))
     power = _power(weight, moments.second)
@@ -318,10 +320,12 @@ def _round(
 
 def _kept(module: Any, weight: Tensor, second: Tensor, sparsity: bool) -> Tensor:
     """Weights that may be other than zero, of the shape of `weight`."""
+    # Its zeros stay zeros.
     if is_2_4(module):
         return weight != 0
     if not sparsity or why_dense(module):
         return torch.ones_like(weight, dtype=torch.bool)
+    # A weight's part in the output, |w|·√E[p²], decides which ones go.
     size = weight.abs() * second.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()[:, None]
     kernel = math.prod(getattr(module, "kernel_size", (1,)))
     return mask_2_4(size.flatten(0, 1).unflatten(1, (-1, kernel))).view_as(weight)
@@ -346,11 +350,13 @@ def _tried_steps(module: Any, model: nn.Module, steps: Tensor) -> tuple[Tensor, 
     """Steps to try, [tries, *steps.shape], and the least that the bias allows, as `steps`."""
     quantizer = module.weight_quantizer
     owners = [m for m in model.modules() if m._modules.get("_weight_quantizer") is quantizer]
+    # A range that is learned, or of several layers, is not this layer's to choose.
     own = None if quantizer._learn_amax or len(owners) > 1 else quantizer.amax
     if quantizer.num_bits >= 8 or own is None or own.numel() not in (1, steps.numel()):
         return steps[None], steps
     own, shares = own.clone(), _SHARES.to(steps)
     put_grid_step(module, steps * shares[0])
+    # Wider where the bias would have too many steps.
     module.settle_ranges()
     least = grid_step(module)
     quantizer.amax = own
@@ -360,16 +366,7 @@ def _tried_steps(module: Any, model: nn.Module, steps: Tensor) -> tuple[Tensor, 
 def _searched(
     module: Any, weight: Tensor, hessian: Tensor, tried: Tensor, least: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Round with each of the steps tried; return the best weights and their steps.
-
-    Args:
-        module: The layer.
-        weight: float64 [groups, out, in].
-        hessian: float64 [groups, in, in].
-        tried: float64 [tries, groups, out, 1].
-        least: [groups, out, 1], least step.
-        kept: As `weight`, False where the weight becomes 0.
-    """
+    """Round with each of the steps tried, [tries, groups, out, 1]; the best weights and steps."""
     low, high = _integers(module)
     tries = len(tried)
     groups = [
@@ -398,7 +395,7 @@ def _power(matrix: Tensor, second: Tensor) -> float:
     return max(float(((matrix @ second) * matrix).sum()), 1e-300)
 
 
-_DAMPING = 0.01
+_DAMPING = 0.01  # of the mean diagonal, as in the paper below
 _BLOCK = 128  # columns: what each changes at once stays in the cache
 
 
@@ -425,11 +422,13 @@ def gptq(
     """
     count = len(hessian)
     diagonal = hessian.diagonal()
+    # Inputs that are always 0: without a diagonal there is no factor.
     dead = diagonal <= 0
     spread = torch.diag(torch.where(dead, 1.0, 0.0) + _DAMPING * diagonal.mean().clamp(min=1e-30))
     order = diagonal.argsort(descending=True)
     damped = (hessian + spread)[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    # The inverse is symmetric up to rounding only.
     upper = torch.linalg.cholesky((inverse + inverse.T) / 2, upper=True)
     left, safe = weight[:, order].clone(), torch.where(step > 0, step, 1.0)
     rounded = torch.zeros_like(left)

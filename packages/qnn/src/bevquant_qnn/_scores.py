@@ -21,25 +21,18 @@ _MOST_DB = 144.5
 
 @dataclass(frozen=True)
 class Score:
-    """One number for a model, larger is better.
+    """One number for a model, larger is better."""
 
-    Attributes:
-        name: Its name in the table.
-        of_batch: ``of_batch(output, float_output, batch)``: any small result.
-        reduce: Maps the results of all batches, in order, to the score.
-    """
-
+    # Its name in the table.
     name: str
+    # ``of_batch(output, float_output, batch)``: any small result.
     of_batch: Callable[[Any, Any, Any], Any]
+    # Maps the results of all batches, in order, to the score.
     reduce: Reduce
 
 
 def score_of(metric: str | Metric, reduce: Reduce | None) -> Score:
-    """Return the score that `sensitivity` was asked for.
-
-    Raises:
-        ValueError: An unknown name.
-    """
+    """Return the score that `sensitivity` was asked for."""
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)
         return Score(name, lambda out, _, batch: metric(out, batch), reduce or _mean)
@@ -79,11 +72,7 @@ def _noise(score: float, of_float: float) -> float:
 
 
 def _pairs(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
-    """Outputs of a trial and of the float model.
-
-    Raises:
-        ValueError: They have other shapes.
-    """
+    """Outputs of a trial and of the float model."""
     pairs = list(zip(floats_of(output), floats_of(reference), strict=True))
     for q, f in pairs:
         if q.shape != f.shape:
@@ -126,11 +115,7 @@ def _least_divergence(parts: Sequence[tuple[float, int]]) -> float:
 
 
 def floats_of(value: Any) -> list[Tensor]:
-    """The floating-point tensors of an output.
-
-    Raises:
-        ValueError: There is none, or one is not finite.
-    """
+    """The floating-point tensors of an output."""
     found = float_tensors(value)
     if not found:
         raise ValueError(

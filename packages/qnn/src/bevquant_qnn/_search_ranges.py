@@ -116,6 +116,7 @@ def search_ranges(
     own = scored([*trial.at])
     noise = {key: 10 ** (-value / 10) for key, value in own.items()}
     worst: list[Any] = []
+    # The fewest groups that make all of the noise but the share.
     for key in sorted(noise, key=lambda key: -noise[key]):
         if sum(noise.values()) - sum(noise[k] for k in worst) <= share * sum(noise.values()):
             break
@@ -132,6 +133,7 @@ def search_ranges(
                 put(quantizer, replace(setting, disabled=quantizer._disabled))
         row = (best, own[key], after[key, best]) if gained else (1.0, own[key], own[key])
         rows.append(SearchedRange(trial.groups[key[0]].modules, *row))
+    # In a smaller range a bias may have too many steps.
     for module in model.modules():
         settle = getattr(module, "settle_ranges", None)
         if callable(settle):

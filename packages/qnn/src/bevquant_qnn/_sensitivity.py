@@ -108,15 +108,8 @@ def sensitivity(
 class Trial:
     """Measurements of every group of layers, batch by batch.
 
-    Args:
-        model: The calibrated model.
-        precisions: Precisions of each group. Default: its own.
-        score: Score of outputs.
-        outputs: Paths of the modules whose outputs count; empty for the model's own.
-        without: Whether each group is left in float, too.
-
-    Raises:
-        ValueError: No active quantizer, one without a range, or an unknown precision.
+    Each group at `precisions`, by default its own, and `without`: alone left in float. `outputs`
+    are the paths of the modules whose outputs count; by default the model's own does.
     """
 
     def __init__(
@@ -180,11 +173,7 @@ class Trial:
         kept: Kept | None,
         step: str,
     ) -> SensitivityTable:
-        """The table of the results of `measure`, with the variants in equal order.
-
-        Raises:
-            ValueError: There are no batches.
-        """
+        """The table of the results of `measure`, with the variants in equal order."""
         operations: dict[nn.Module, int] = {}
         variants: list[Any] = ["float", *self.at]
         if self._without:
@@ -225,11 +214,7 @@ class Trial:
 
 
 def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
-    """The groups whose quantizers are on, and have ranges.
-
-    Raises:
-        ValueError: There is none, or some have no range.
-    """
+    """The groups whose quantizers are on, and have ranges; refuses a model without."""
     groups = [g for g in precision_groups(model) if not all(q._disabled for q in g.quantizers)]
     if not groups:
         raise ValueError(
@@ -251,11 +236,7 @@ def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
 def _precisions_of(
     group: PrecisionGroup, precisions: Sequence[Precision] | None
 ) -> tuple[str, ...]:
-    """Precisions to measure: the requested ones, or the group's own bits.
-
-    Raises:
-        ValueError: None, float, an unknown precision, or bits without a precision.
-    """
+    """Precisions to measure: the requested ones, or the group's own bits."""
     if precisions is None:
         return (own_precision(group.inputs, group.weights, f"sensitivity: {group.name}"),)
     check_precisions(precisions, "sensitivity")
@@ -279,10 +260,6 @@ def count_operations(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[
     A convolution does outputs · in/groups · kernel, a linear layer outputs · in, a sparse
     convolution in · out for every pair of its rulebook. Pools, additions, concatenations and
     residual inputs count one for every element that they read.
-
-    Args:
-        model: Result of `quantize_model`.
-        run: Runs it once.
     """
     counts: dict[nn.Module, int] = {}
 
@@ -291,6 +268,7 @@ def count_operations(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[
 
     with ExitStack() as stack:
         for module in model.modules():
+            # The quantizer of a residual input counts what it reads.
             own = [c for c in module._modules.values() if isinstance(c, TensorQuantizer)]
             if own or isinstance(module, TensorQuantizer):
                 stack.callback(module.register_forward_hook(add).remove)
@@ -319,6 +297,7 @@ def _pairs(module: Any, x: Any, output: Any) -> int:
     if isinstance(kept, Rulebook):
         return kept.num_pairs
     sizes = (module.kernel_size, module.stride, module.padding, module.dilation)
+    # One pair for each voxel, without a rulebook.
     if all(size == 1 for size in module.kernel_size):
         return len(output.features)
     subm, transposed = bool(module.subm), bool(getattr(module, "transposed", False))

@@ -68,11 +68,7 @@ class SensitivityTable(HtmlTable, JsonDocument):
         return iter(self.rows)
 
     def __getitem__(self, path: str) -> SensitivityRow:
-        """Return the row of the group that holds the layer at `path`.
-
-        Raises:
-            KeyError: No group does.
-        """
+        """Return the row of the group that holds the layer at `path`."""
         for row in self.rows:
             if path in row.modules:
                 return row

@@ -21,11 +21,7 @@ class UnknownValue(Exception):
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dicts; of sparse tensors features and indices.
-
-    Raises:
-        UnknownValue: There is something else in it.
-    """
+    """Yield every tensor in tuples, lists and dicts; of sparse tensors features and indices."""
     if isinstance(value, Tensor):
         yield value
     elif is_sparse_tensor(value):
@@ -42,11 +38,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def float_tensors(value: Any) -> list[Tensor]:
-    """The floating-point ones of `tensors`.
-
-    Raises:
-        UnknownValue: As there.
-    """
+    """The floating-point ones of `tensors`."""
     return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
 
 

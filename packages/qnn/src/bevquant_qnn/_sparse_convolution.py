@@ -57,6 +57,7 @@ class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
     reads_as_matrix: bool
 
     def __new__(cls, module: nn.Module, **_: Any) -> Self:
+        # spconv's containers pass sparse tensors to `SparseModule`s alone.
         base = next((b for b in type(module).__mro__ if b.__name__ == "SparseModule"), None)
         return super().__new__(cls if base is None else _joined(cls, base))
 

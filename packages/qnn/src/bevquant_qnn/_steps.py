@@ -169,6 +169,8 @@ class Steps:
         if (module, key) not in self._keys:
             number = self.lengths[module]
             count = re.search(r"@(\d+)$", key)
+            # torch counts the calls of a path; the calls of a module with several paths are counted
+            # here.
             if count is not None and len([m for m in self._modules.values() if m is module]) == 1:
                 number = int(count.group(1))
             self.lengths[module] = max(number + 1, self.lengths[module])
@@ -226,6 +228,7 @@ class Steps:
             return _makes_sparse(node)
         first = node.args[0] if node.args else None
         if node.target is operator.getitem or node.target in _ARITHMETIC:
+            # Arithmetic on sizes makes sizes.
             return any(self.is_tensor(a) for a in node.all_input_nodes) if first else False
         return True
 
@@ -291,10 +294,7 @@ class Steps:
         return self._nearest(self._users(node), call, self._users, is_identity)
 
     def is_read(self, node: fx.Node) -> bool:
-        """Whether another module reads the values of `node`, anywhere in the model.
-
-        Outputs of a part count as read, because its graph does not show the rest of the model.
-        """
+        """Whether another module reads the values of `node`, anywhere in the model."""
         around = set(self.calls(node))
         pending, seen = self._users(node), set[fx.Node]()
         while pending:
@@ -302,6 +302,7 @@ class Steps:
             if value in seen:
                 continue
             seen.add(value)
+            # A part's graph does not show the rest of the model, which may read its outputs.
             if value.op == "output" and self.paths[self.root]:
                 return True
             if any(c not in around and not is_identity(c.module) for c in self.calls(value)):
@@ -389,6 +390,7 @@ class Steps:
                 if kind in ("sparse_layer", "sparse_pool") or value in self.features:
                     return True
                 shown = value.meta.get("val")
+                # Features are [voxels, channels].
                 rows = isinstance(shown, Tensor) and shown.dim() == 2
                 pending += self.read(value) if rows and kind != "to_dense" else []
                 continue
@@ -396,6 +398,7 @@ class Steps:
                 module = self._modules[str(value.target)]
                 if is_sparse_module(module) or has_sparse_conv(module):
                     return True
+                # A layer with parameters makes a dense tensor of its own.
                 if not is_identity(module) and next(module.parameters(), None) is not None:
                     continue
             if value.target is getattr and value.args[1] == "features":
@@ -428,6 +431,7 @@ def _same_count(value: Tensor, before: Tensor) -> bool:
     exprs = [c.node.expr if isinstance(c, torch.SymInt) else c for c in counts]
     if exprs[0] == exprs[1]:
         return True
+    # Open sizes are compared by the example's.
     hints = [c.node.hint if isinstance(c, torch.SymInt) else c for c in counts]
     return None not in hints and hints[0] == hints[1]
 

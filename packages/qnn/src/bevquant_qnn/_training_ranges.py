@@ -172,6 +172,7 @@ def learn_ranges(
         if not isinstance(quantizer, LearnedRange):
             quantizer.__class__ = LearnedRange
         if quantizer._parameters.get("_amax") is None:
+            # A name is a parameter or a buffer, not both.
             quantizer._buffers.pop("_amax", None)
             start = amax.detach().clone()  # type: ignore[union-attr]
             quantizer._parameters["_amax"] = nn.Parameter(start.float())

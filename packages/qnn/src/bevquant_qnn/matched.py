@@ -222,12 +222,9 @@ def _objects(numbers: list[int]) -> Counter[int]:
 
 
 def _line(kind: str) -> str | None:
-    """A kind of choice with file and line of the code that makes it; None for this library's own.
-
-    Between code and operator are torch and function modes. A library's questions, such as a
-    quantizer's whether it is on, are others in each run.
-    """
+    """A kind of choice, file and line of the code that makes it; None for this library's own."""
     frame: FrameType | None = sys._getframe(2)
+    # torch's functions and function modes lie between the code and the operator.
     while frame is not None and (
         frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES
     ):
@@ -235,5 +232,6 @@ def _line(kind: str) -> str | None:
     if frame is None:
         return None
     file, held = frame.f_code.co_filename, frame.f_globals
+    # This library's questions, such as a quantizer's whether it is on, are others in each run.
     own = held.get("__name__", "").startswith("bevquant_") and held.get("__file__") == file
     return None if own else f"{kind} {file}:{frame.f_lineno}"
