@@ -27,15 +27,10 @@ class Timing:
     """Fastest of interleaved runs of a file and of the same model in float32, in one process.
 
     On one thread, CPU time: other processes do not add to it. On several threads, elapsed time.
-
-    Attributes:
-        milliseconds: Time of the file.
-        float_milliseconds: Time of the model in float32.
-        threads: Threads of each.
-        cpu: Name of the CPU.
     """
 
     milliseconds: float
+    # Time of the model in float32.
     float_milliseconds: float
     threads: int
     cpu: str
@@ -55,21 +50,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figures:
-    """Size and time of a file.
-
-    Attributes:
-        size: Its bytes.
-        float_size: Its bytes with the same weights in float32.
-        weights: Type of its quantized weights, such as ``"int8"``, ``"uint8"`` or ``"fp8_e4m3"``;
-            several are joined; empty without any.
-        cpu: CPUs on which it is exact, from its metadata: ``"vnni"`` or ``"any"``; empty for
-            engines that do not run on a CPU.
-        timing: Where it was measured.
-    """
+    """Size and time of a file."""
 
     size: int
+    # Its bytes with the same weights in float32.
     float_size: int
+    # Type of its quantized weights, such as ``"int8"``, ``"uint8"`` or ``"fp8_e4m3"``; several are
+    # joined; empty without any.
     weights: str = ""
+    # CPUs on which it is exact, from its metadata: ``"vnni"`` or ``"any"``; empty for engines that
+    # do not run on a CPU.
     cpu: str = ""
     timing: Timing | None = None
 

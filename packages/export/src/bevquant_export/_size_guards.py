@@ -27,11 +27,8 @@ Sizes = Mapping[str, Sequence[Any] | int]
 def open_guards(guards: Iterable[Guard], names: Mapping[str, str], sizes: Sizes) -> list[Guard]:
     """Guards on free sizes of a file.
 
-    Args:
-        guards: Guards of the program.
-        names: Inputs of the program to inputs of the file; others are constants there.
-        sizes: Inputs and constants of the file to their sizes or numbers. A free size is a string,
-            the same one for equal sizes.
+    `names` are inputs of the program to inputs of the file; others are constants there. A free size
+    in `sizes` is a string, the same one for equal sizes.
     """
     found: list[Guard] = []
     for guard in (guard.renamed(names) for guard in guards):
@@ -109,10 +106,8 @@ def sparse_guards(
 ) -> tuple[Guard, ...]:
     """Guards of an encoder's program in terms of its file's ``coords`` and ``batch_size``.
 
-    Args:
-        program: The program, whose voxels are one sparse tensor or plain tensors.
-        args: Its example; sizes after the first axis are constants of the file.
-        frame: Gives features, coordinates and frames of the example.
+    Sizes of `args` behind the first axis are constants of the file. `frame` gives features,
+    coordinates and frames of the example.
     """
     sizes: dict[str, Any] = {}
     for name, value in bound(program, args):

@@ -109,11 +109,7 @@ def counts_frames(program: Program, requirement: Step) -> bool:
 
 
 def frame_tables(model: IntegerModel | None) -> dict[str, str]:
-    """Tables of coordinates that a program reads its number of frames from.
-
-    Returns:
-        Name in the program to the number that holds the batch index.
-    """
+    """Tables of coordinates that a program reads its number of frames from, to the number."""
     found: dict[str, str] = {}
     if model is None:
         return found

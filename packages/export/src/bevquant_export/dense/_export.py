@@ -317,18 +317,7 @@ def _assemble(
     made: Sequence[tuple[str, str]],
     types: Mapping[str, Any],
 ) -> Any:
-    """The model, checked.
-
-    Args:
-        graph: Nodes and constants.
-        inputs: Name to shape.
-        outputs: Name to shape.
-        made: Tensor and output name, for each output.
-        types: Inputs and outputs to their torch types.
-
-    Raises:
-        QdqError: The file would be invalid.
-    """
+    """The model, checked; inputs and outputs by name, to their shapes."""
     import onnx
     from onnx import helper, numpy_helper
 

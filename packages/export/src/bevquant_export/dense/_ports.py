@@ -15,11 +15,7 @@ Shape = tuple[int | str, ...]
 
 
 def named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
-    """Name in the program to name in the file.
-
-    Raises:
-        ValueError: Another number of names than of inputs, or duplicates.
-    """
+    """Name in the program to name in the file."""
     names = [re.sub(r"\W+", "_", name).strip("_") for name in source.inputs.values()]
     return dict(zip(source.inputs, _named("input_names", names, wanted), strict=True))
 
@@ -30,9 +26,6 @@ def named_outputs(
     """Name in the program and name in the file, for every returned tensor.
 
     A name that is already an input's gets the prefix ``output_``.
-
-    Raises:
-        ValueError: No tensor is returned, another number of names, or duplicates.
     """
     found = list(_members(source, source.program.result, ""))
     if not found:

@@ -45,12 +45,6 @@ def read_model(
     number of frames a constant. With `decisions`, the file can check the forward's: those on
     numbers of rows, and those on values where all inputs are points or voxels. With `rows`, inputs
     that are tables have any number of them.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: Not calibrated, cannot be captured, in training mode, a sparse model, inputs of
-            another type than float32 (or with `integer_inputs` other floats), or a batch that
-            cannot vary.
     """
     for path, value in model.named_parameters() if isinstance(model, nn.Module) else ():
         if value.is_floating_point() and value.dtype != torch.float32:
@@ -223,11 +217,8 @@ def _free_sizes(
 ) -> dict[str, Any]:
     """Shapes with a name in place of every free size.
 
-    Args:
-        integer: A program that was lowered from a graph.
-        shapes: Shapes of its tensors in a run.
-        fixed: Symbols of numbers that are the same in every frame.
-        rows: Whether tables have any number of rows without voxels, too.
+    `fixed` are symbols of numbers that are the same in every frame. With `rows`, tables have any
+    number of rows without voxels, too.
     """
     model = integer_model(integer)
     assert model is not None

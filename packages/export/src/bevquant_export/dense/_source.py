@@ -133,11 +133,7 @@ class _Simulated:
 def _refuse_lost_digits(
     double: IntegerModel, single: IntegerModel, args: Any, names: Collection[str]
 ) -> None:
-    """Refuse inputs whose float64 the results need, as a time in seconds since 1970.
-
-    Raises:
-        QdqError: A result changes by more than a tenth (20 dB).
-    """
+    """Refuse inputs whose float64 the results need, as a time in seconds since 1970."""
     wanted, got = (flatten(model.run(args, record=False)[0])[0] for model in (double, single))
     floats = [
         (one.double(), other.double())
@@ -206,10 +202,6 @@ def program_of(
         sums: How sums read layers, as ``simulate(integer_sums=…)``; packages that read their own
             models decide themselves.
         verify: Compare the integers with the model on `args`.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: Not calibrated, cannot be captured, or in training mode.
     """
     read = _reader_of(model)
     if read is not None:
@@ -258,9 +250,6 @@ def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str
     """Names in a structure of `Ref`s, and the members of another value at these positions.
 
     Members of containers are found by their keys. A `SparseRef` stands for two tensors.
-
-    Raises:
-        TypeError: A member is missing.
     """
     if isinstance(wanted, Ref):
         yield wanted.name, input_tensor(given)
@@ -279,39 +268,35 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A program and one or two runs of it.
-
-    Attributes:
-        program: Steps in order.
-        shapes: Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
-        hosts: Sizes, numbers and the like by name.
-        dtypes: Type of each tensor as the program holds it.
-        wider: Shapes of a second run with twice the batch; with a name for a size that depends on
-            the number of voxels. Empty where all sizes are constants.
-        wider_hosts: Hosts of that run, without those that the file computes from its inputs' values
-            and free sizes.
-        inputs: Tensors that a call takes, in order, to the parameters that they go to.
-        fixed: Numbers among the arguments, which are constants of the file.
-        ranges: Accumulators that a sum reads to their largest absolute value in the run.
-        sum_ranges: Ranges that sums' operands have in the program itself (`IntegerModel`).
-        integer: Source of the program, to run it again.
-        grids: Of sparse tensors among the inputs, by their coordinates' name: grid and frames.
-            Their coordinates are the input ``<features>.indices``.
-        sparse: Whether there are voxels among its tensors.
-    """
+    """A program and one or two runs of it."""
 
     program: Program
+    # Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
     shapes: Mapping[str, Any]
+    # Sizes, numbers and the like by name.
     hosts: Mapping[str, Any]
+    # Type of each tensor as the program holds it.
     dtypes: Mapping[str, torch.dtype]
+    # Shapes of a second run with twice the batch; with a name for a size that depends on the number
+    # of voxels. Empty where all sizes are constants.
     wider: Mapping[str, Any]
+    # Hosts of that run, without those that the file computes from its inputs' values and free
+    # sizes.
     wider_hosts: Mapping[str, Any]
+    # Tensors that a call takes, in order, to the parameters that they go to.
     inputs: Mapping[str, str]
+    # Numbers among the arguments, which are constants of the file.
     fixed: Mapping[str, Any]
+    # Accumulators that a sum reads to their largest absolute value in the run.
     ranges: Mapping[str, float]
+    # Ranges that sums' operands have in the program itself (`IntegerModel`).
     sum_ranges: Mapping[str, float]
+    # Source of the program, to run it again.
     integer: QdqProgram
+    # Of sparse tensors among the inputs, by their coordinates' name: grid and frames. Their
+    # coordinates are the input ``<features>.indices``.
     grids: Mapping[str, tuple[Shape, int]] = field(default_factory=dict)
+    # Whether there are voxels among its tensors.
     sparse: bool = False
 
     def form(self, name: str) -> Any:
@@ -347,9 +332,6 @@ class Source:
         """Shape argument of a Reshape to the shape of `name`: −1 for the free size.
 
         0, the size of the same axis of the input, for sizes of `source`, if several are free.
-
-        Raises:
-            ValueError: Several other sizes are free.
         """
         sizes = [-1 if isinstance(n, str) else n for n in self.named(name)]
         own = [] if source is None else list(zip(*self._runs(source), strict=True))
@@ -377,16 +359,10 @@ class Source:
     def constants(
         self, path: str, values: Any, *, sizes: bool = False, counted: bool = False
     ) -> Any:
-        """Arguments with every host value of the run.
+        """Arguments with every host value of the run; `Ref`s of tensors stay.
 
-        Args:
-            path: Module in messages.
-            values: Arguments; `Ref`s of tensors stay.
-            sizes: The sizes of the result are read from the run, so host values may vary.
-            counted: Numbers computed from the file's inputs stay `Ref`s.
-
-        Raises:
-            ValueError: A host value that follows the batch.
+        With `sizes`, the sizes of the result are read from the run, so host values may vary; with
+        `counted`, numbers computed from the file's inputs stay `Ref`s.
         """
         if not sizes:
             hosts, wider = self.hosts, self.wider_hosts

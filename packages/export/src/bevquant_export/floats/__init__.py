@@ -146,11 +146,7 @@ def export_float_onnx(
 
 
 def _bound(parameters: dict[str, str], module: nn.Module, args: Any) -> dict[str, Tensor]:
-    """Inputs of a file to the tensors that a call gives for their parameters.
-
-    Raises:
-        ValueError: Other inputs than the file has.
-    """
+    """Inputs of a file to the tensors that a call gives for their parameters."""
     given = by_parameter(module, args)
     if given.keys() != {*parameters.values()}:
         raise ValueError(

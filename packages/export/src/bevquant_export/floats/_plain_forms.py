@@ -63,12 +63,7 @@ _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
 
 def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
-    """Context in which the operators of the module's docstring take these forms.
-
-    Args:
-        opset: Operator set of the file.
-        scatter_sums: Whether the engine has scatters that sum.
-    """
+    """Context in which the operators of the module's docstring take these forms."""
     forms: dict[str, Callable[..., Tensor | None]] = {
         "atan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
         "col2im": _fold, "linalg_inv": _inverse, "linalg_solve": _solve,

@@ -44,21 +44,10 @@ def exported(
     lowered_to: int | None = None,
     scatter_sums: bool = True,
 ) -> Any:
-    """The module as a model of standard operators.
+    """The module, in evaluation mode, as a model of standard operators.
 
-    Args:
-        module: In evaluation mode.
-        args: Arguments of its call.
-        inputs: Names of its inputs.
-        outputs: Names of its results.
-        opset: Operator set to write.
-        dynamic_shapes: As of `torch.export.export`.
-        lowered_to: An earlier operator set, which the caller brings the model down to.
-        scatter_sums: Whether the engine has scatters that sum.
-
-    Raises:
-        ImportError: onnxscript, or a package that it needs, is not installed.
-        ValueError: torch's exporter cannot write the module; its reason is named.
+    The caller brings the model down to the operator set `lowered_to`, an earlier one than `opset`.
+    `scatter_sums`: whether the engine has scatters that sum.
     """
     try:
         import onnxscript  # noqa: F401
@@ -148,11 +137,7 @@ def _module_of(node: Any) -> str:
 
 
 def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
-    """Every result of a call and where in the result it lies.
-
-    Raises:
-        ValueError: The module returns something else than tensors.
-    """
+    """Every result of a call and where in the result it lies."""
     positional, named = arguments(args)
     with torch.no_grad():
         result = run_on(module, positional, named)
@@ -163,11 +148,7 @@ def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
 
 
 def tensors_in(args: Any) -> list[Tensor]:
-    """Tensors among the arguments, in order.
-
-    Raises:
-        ValueError: An argument is no tensor.
-    """
+    """Tensors among the arguments, in order."""
     positional, named = arguments(args)
     values = [*positional, *named.values()]
     for place, value in enumerate(values):
@@ -180,22 +161,14 @@ def tensors_in(args: Any) -> list[Tensor]:
 
 
 def by_parameter(module: nn.Module, args: Any) -> dict[str, Tensor]:
-    """Parameters of the forward to the tensors that a call gives for them.
-
-    Raises:
-        ValueError: An argument is no tensor.
-    """
+    """Parameters of the forward to the tensors that a call gives for them."""
     args = as_example(module, args)
     tensors = tensors_in(args)
     return dict(zip(leaf_names(module, flatten(arguments(args))[1]), tensors, strict=True))
 
 
 def input_names(module: nn.Module, args: Any, wanted: Sequence[str] | None) -> list[str]:
-    """As asked for, or the parameters' names.
-
-    Raises:
-        ValueError: Not as many as inputs, or two of one name.
-    """
+    """As asked for, or the parameters' names."""
     positional, named = arguments(args)
     known = list(inspect.signature(module.forward).parameters)
     names = [*known[: len(positional)], *named]
@@ -204,21 +177,13 @@ def input_names(module: nn.Module, args: Any, wanted: Sequence[str] | None) -> l
 
 
 def output_names(places: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """As asked for, or the results' keys and places.
-
-    Raises:
-        ValueError: Not as many as outputs, or two of one name.
-    """
+    """As asked for, or the results' keys and places."""
     names = [f"output_{p}" if p[:1].isdigit() else p or "output" for p in places]
     return checked("export_float_onnx: output_names", names, len(names), wanted)
 
 
 def checked(argument: str, names: list[str], count: int, wanted: Sequence[str] | None) -> list[str]:
-    """The given names, or the defaults; messages begin with `argument`.
-
-    Raises:
-        ValueError: Not `count` of them, or two of one name.
-    """
+    """The given names, or the defaults; messages begin with `argument`."""
     chosen = names if wanted is None else list(wanted)
     if len(chosen) != count or len(set(chosen)) != count or not all(chosen):
         raise ValueError(

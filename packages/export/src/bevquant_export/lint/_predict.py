@@ -227,20 +227,16 @@ _WORDS |= {"half": "fp16", "float": "float32", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """One layer of an engine.
+    """One layer of an engine."""
 
-    Attributes:
-        name: The engine's name: often several nodes, joined by ``+``.
-        kind: Type of layer; empty where only names were exported.
-        reads: Types of its inputs, ``"int8"``, ``"fp16"``, ``"float32"`` or as in the file.
-        makes: Types of its outputs.
-        nodes: Nodes that the engine names as its origin.
-    """
-
+    # The engine's name: often several nodes, joined by ``+``.
     name: str
+    # Type of layer; empty where only names were exported.
     kind: str
+    # Types of its inputs, ``"int8"``, ``"fp16"``, ``"float32"`` or as in the file.
     reads: tuple[str, ...]
     makes: tuple[str, ...]
+    # Nodes that the engine names as its origin.
     nodes: str
 
     @property

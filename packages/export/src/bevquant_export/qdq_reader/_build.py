@@ -52,16 +52,11 @@ _KEEP_SIGN = VALUES_KEPT | frozenset(
 
 
 class Builder:
-    """Builds the module of a graph.
+    """Builds the module of a graph of opset 13 to 23 without functions.
 
-    Args:
-        proto: An ``onnx.ModelProto`` of opset 13 to 23 without functions.
-        activations: Names of tensors to the Relu or Clip that makes them in the float file, see
-            `_activated`; None where that is unknown.
-
-    Attributes:
-        module: The result.
-        grids: Input names to the grid that quantizes them.
+    `activations` are names of tensors to the Relu or Clip that makes them in the float file, see
+    `_activated`; None where that is unknown. `grids` are input names to the grids that quantize
+    them.
     """
 
     def __init__(self, proto: Any, activations: dict[str, Any] | None = None) -> None:

@@ -165,13 +165,9 @@ class NodeError(ValueError):
 
 
 class Operator(nn.Module):
-    """One node.
+    """One node: its function, and for each input its position in the call or a constant.
 
-    Args:
-        function: What it computes.
-        slots: For each input the position among the call's arguments, a constant, or None.
-        settings: Attributes.
-        where: The node, for messages.
+    `where` is the node, for messages.
     """
 
     def __init__(

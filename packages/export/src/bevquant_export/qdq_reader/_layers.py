@@ -209,11 +209,7 @@ class Layer:
     pads: dict[str, Any] | None = None
 
     def modules(self, grid: Grid | None) -> list[nn.Module]:
-        """One module, or two whose results are to be added.
-
-        Args:
-            grid: Of the input; None where it is not quantized, or not by one scale.
-        """
+        """One module, or two whose results are to be added; `grid` is the input's one scale."""
         if not isinstance(self.weight, Stored) or grid is None:
             return [self._module(False, _floats(self.weight), self._bias())]
         centred, own = self.weight.centred, self.weight.grid
@@ -297,11 +293,7 @@ class Layer:
 def layer_of(
     op: str, attributes: dict[str, Any], weight: Array | Stored, bias: Array | Stored | None
 ) -> Layer | None:
-    """The layer that a node is, or None where it is none that a module of torch computes.
-
-    Raises:
-        ValueError: A padding of ConvTranspose that no module expresses.
-    """
+    """The layer that a node is, or None where it is none that a module of torch computes."""
     pads, settings = None, dict[str, Any]()
     if op in ("Gemm", "MatMul"):
         plain = all(attributes.get(name, 1.0) == 1.0 for name in ("alpha", "beta"))

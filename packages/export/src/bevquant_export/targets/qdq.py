@@ -22,14 +22,10 @@ __all__ = ["QdqTarget"]
 
 
 class QdqTarget(Target):
-    """An engine whose files follow from a `Profile` alone.
-
-    Attributes:
-        form: The profile.
-        weights: Types of stored weights to choose from; empty without a choice.
-    """
+    """An engine whose files follow from a `Profile` alone."""
 
     form: Profile
+    # Types of stored weights to choose from; empty without a choice.
     weights: tuple[str, ...] = ()
 
     @property

@@ -7,9 +7,7 @@ input) and the recorded ranges of the calibration. Each operator's rule continue
           x W \in \Bigl[\sum_i \min(x_0 w_i, x_1 w_i),\; \sum_i \max(x_0 w_i, x_1 w_i)\Bigr]
 
 and so on. Results without a rule are unbounded. A bound is right, and may be wide: x − x has twice
-the range of x. Three quotients have tighter rules, because their terms depend on each other: a
-softmax sums to 1, so its product with values is between these; x/‖x‖ is in [−1, 1]; x over the root
-of the mean square of n values is in [−√n, √n].
+the range of x. Quotients whose terms depend on each other have tighter rules.
 """
 
 from __future__ import annotations
@@ -180,6 +178,7 @@ def _range(at: Reading) -> Bound:
 
 def _cast(at: Reading) -> Bound:
     x = at[0]
+    # TensorProto's integers and truth values.
     integer = at.attribute("to") in (2, 3, 4, 5, 6, 7, 9, 12, 13)
     return x._replace(whole=True) if integer else x
 
@@ -275,11 +274,9 @@ _BOOL = 9  # TensorProto's number
 
 
 class Bounds:
-    """Bounds of all tensors of a graph.
+    """Bounds of all tensors of a graph, whose nodes are in order, after shape inference.
 
-    Args:
-        graph: A graph with nodes in order, after shape inference.
-        known: Tensor to (largest value of any calibration frame, whether all were whole numbers).
+    `known` gives the largest value of any calibration frame, and whether all were whole numbers.
     """
 
     def __init__(self, graph: ir.Graph, known: Mapping[str, tuple[float, bool]]) -> None:

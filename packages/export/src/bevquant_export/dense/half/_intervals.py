@@ -17,16 +17,11 @@ RENAMED = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"
 
 
 class Bound(NamedTuple):
-    """An interval.
-
-    Attributes:
-        low: No value is less.
-        high: No value is more.
-        whole: Whether every value is a whole number.
-    """
+    """An interval."""
 
     low: float
     high: float
+    # Whether every value is a whole number.
     whole: bool = False
 
     @property
@@ -209,6 +204,7 @@ def norm_of(at: Reading, x: Any, under: Any, *, root: bool) -> float | None:
         return None
     if node.op_type == "Clip" and Reading(bounds, node).input(2) is None:
         return norm_of(at, x, first, root=root)
+    # x/‖x‖ is in [−1, 1].
     if node.op_type == "ReduceL2" and not root and first is x:
         return 1.0
     if node.op_type not in ("ReduceMean", "ReduceSum") or not root:
@@ -216,6 +212,7 @@ def norm_of(at: Reading, x: Any, under: Any, *, root: bool) -> float | None:
     squares = first.producer()
     if squares is None or squares.inputs[0] is not x or not is_square(bounds, squares):
         return None
+    # x over the root of the mean square of n values is in [−√n, √n].
     return math.sqrt(Reading(bounds, node).reduced()) if node.op_type == "ReduceMean" else 1.0
 
 
@@ -261,6 +258,7 @@ def matmul(at: Reading) -> Bound:
             return weighted(at[1 - slot], weight, axis if weight.ndim > 1 else 0)
     a, b = at[0], at[1]
     maker = producer(at.node, 0)
+    # A softmax sums to 1, so its product with values is between these.
     if maker is not None and maker.op_type == "Softmax" and Reading(at.bounds, maker).is_last():
         return joined([b, Bound(0.0, 0.0)])._replace(whole=False)
     shape = at.shape(0)

@@ -206,20 +206,17 @@ FEW_TERMS = 8  # a product with a matrix of coordinates
 
 
 class Size(NamedTuple):
-    """Magnitudes of a tensor in several frames.
+    """Magnitudes of a tensor in several frames."""
 
-    Attributes:
-        largest: Largest magnitude of all frames.
-        least: Smallest of the frames' largest magnitudes, without zeros.
-        high: Largest value of all frames.
-        whole: Whether all values are whole numbers.
-        finite: Whether all values are finite; infinite ones mark places and are ignored above.
-    """
-
+    # Largest magnitude of all frames.
     largest: float
+    # Smallest of the frames' largest magnitudes, without zeros.
     least: float
+    # Largest value of all frames.
     high: float
+    # Whether all values are whole numbers.
     whole: bool = True
+    # Whether all values are finite; infinite ones mark places and are ignored above.
     finite: bool = True
 
     def joined(self, other: Size | None) -> Size:

@@ -67,19 +67,14 @@ _EPILOGUE = {"Add", "Relu", "Clip", "LeakyRelu"}
 
 
 class Singles:
-    """The choice for one graph.
+    """The choice for one graph, all floats float32; constants of masks may change.
 
     Args:
-        graph: The graph, all floats float32; constants of masks may change.
+        graph: The graph.
         known: Tensors to the largest value of any calibration frame, and whether all were whole.
         measure: Sizes of given tensors in several frames; None where nothing runs the file.
         keep: Float32 tensors, with their producers back to layers and pairs.
         whole: Whether these include layers.
-
-    Attributes:
-        single: The float32 nodes.
-        ports: Float16 inputs and outputs.
-        reasons: Node or port, and why it is float32.
     """
 
     def __init__(

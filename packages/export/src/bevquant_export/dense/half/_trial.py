@@ -52,12 +52,6 @@ def recorded(
 
     Inputs are known where `model` itself was calibrated, not a module around its layers. A layer's
     input and output are known where it is one step of the program.
-
-    Args:
-        model: Calibrated, or an integer model.
-        source: The program.
-        states: Value of the program to its tensor in the file.
-        names: Input of the program to its name in the file.
     """
     if not isinstance(model, nn.Module):
         held = integer_model(source.integer)
@@ -104,13 +98,7 @@ def _alone(steps: Any, modules: Mapping[str, nn.Module]) -> Iterator[Step]:
 def measured(
     proto: Any, frames: Iterable[Mapping[str, Any]], names: Collection[str]
 ) -> dict[str, Size]:
-    """Sizes of a float32 file's tensors while it runs.
-
-    Args:
-        proto: The file.
-        frames: Input to its array, for each frame.
-        names: Tensors to look at.
-    """
+    """Sizes of a float32 file's tensors while it runs on frames."""
     import onnx
 
     every = copy.deepcopy(proto)
@@ -137,12 +125,7 @@ def hard_inputs(
     """Inputs on which half precision fails first, each with its name.
 
     The example itself, all zeros, every other row zero (padding, empty pillars), and the example
-    scaled to the largest calibration frame.
-
-    Args:
-        args: The example.
-        names: Names of its tensors, in order.
-        known: Result of `recorded`.
+    scaled to the largest calibration frame (`known`).
     """
 
     def changed(change: Any) -> Any:
@@ -195,11 +178,7 @@ def arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def typed_file(
     file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool, sums: bool
 ) -> Typed:
-    """A QDQ file in half precision, except for parts that then differ from the integer model.
-
-    Raises:
-        ValueError: onnxruntime does not run the file on inputs that the model accepts.
-    """
+    """A QDQ file in half precision, except for parts that then differ from the integer model."""
     required = required_of(file, source.integer, args)
     given, notes = {EXAMPLE: required}, []
     for name, inputs in hard_inputs(required, list(file.inputs), known):
@@ -240,13 +219,8 @@ def typed_floats(
 ) -> Typed:
     """A float file in half precision, without the parts that depart from float32.
 
-    Without frames an input may have any value of float16.
-
-    Args:
-        proto: The file, all floats float32.
-        inputs: Its inputs to the example.
-        frames: More of them.
-        verify: Whether the file is run.
+    Without frames, beside the example, an input may have any value of float16. With `verify`, the
+    file is run.
     """
     names = [v.name for v in (*proto.graph.input, *proto.graph.output)]
     seen = [arrays(inputs), *map(arrays, frames)]

@@ -30,15 +30,10 @@ _HALF, _SINGLE = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 @dataclass(frozen=True)
 class Typed:
-    """A model with its types.
-
-    Attributes:
-        proto: The model.
-        reasons: Float32 parts other than pairs, by node or port, with the reason.
-        halves: Number of float16 operations.
-    """
+    """A model with its types."""
 
     proto: Any
+    # Float32 parts other than pairs, by node or port, with the reason.
     reasons: tuple[str, ...]
     halves: int
 
@@ -53,16 +48,7 @@ def half_typed(
 ) -> Typed:
     """The model with half types, checked in full and with strict shape inference.
 
-    Args:
-        proto: All floats float32.
-        known: Tensors of the file to the largest value of any calibration frame, and whether all
-            were whole numbers.
-        measure: Sizes of tensors in several frames, see `Singles`.
-        keep: Tensors that are float32, with their producers up to the nearest layers and pairs.
-        whole: Up to inputs and pairs, layers included.
-
-    Raises:
-        ValueError: A node has a subgraph.
+    Arguments are those of `Singles`.
     """
     import onnx
 
@@ -108,6 +94,7 @@ class _Writer:
         for slot, value in enumerate(self.graph.outputs):
             if value in self.ports and value not in self.halves:
                 self._half_output(slot, value)
+        # Constants of which only the halves are read.
         for value in [v for v in self.graph.initializers.values() if not v.uses()]:
             del self.graph.initializers[value.name or ""]
         for value in self.ports:

@@ -18,14 +18,7 @@ Form = Callable[..., Any]
 
 
 class At:
-    """The place for new nodes, and the values that a step reads.
-
-    Args:
-        graph: Receives the nodes.
-        step: The step.
-        read: Value of the program to its float tensor in the file.
-        source: The program and its sizes.
-    """
+    """The place for new nodes, and the values that a step reads, to their float tensors."""
 
     def __init__(self, graph: Graph, step: Step, read: Read, source: Source) -> None:
         self.graph, self.step, self.source = graph, step, source

@@ -49,6 +49,7 @@ def _hardsigmoid(at: At, x: Ref) -> str:
 
 
 def _softplus(at: At, x: Ref, beta: float = 1.0, threshold: float = 20.0) -> str | None:
+    # Beyond its threshold torch returns x, as Softplus does to the last bit from 15 on.
     if threshold < _LINEAR_FROM:
         return None
     if beta == 1:
@@ -110,6 +111,7 @@ def _linear(at: At, x: Ref, weight: Tensor, bias: Tensor | None = None) -> str |
     if len(at.shape(x)) == 2:
         name = at.graph.float_operand(at.path, name)
         return at.node("Gemm", name, *at.parameters(weight=weight, bias=bias), transB=1)
+    # A Gemm takes two axes alone.
     made = at.node("MatMul", name, at.parameter("weight", weight.t()))
     return made if bias is None else at.node("Add", made, at.parameter("bias", bias))
 
@@ -138,6 +140,7 @@ def _group_norm(
     eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> str | None:  # fmt: skip
     """Normalize the values of each group as one row, then apply factor and shift."""
+    # The Reshape back infers one free size alone.
     if at.free(x) > 1:
         return None
     rows = at.node("Reshape", at.name(x), [0, num_groups, -1])
@@ -198,6 +201,7 @@ def _normalized(at: At, x: str, axes: list[int], epsilon: float) -> str:
     """(x - mean) / √(variance + ε) over some axes."""
     reduced: dict[str, Any] = {"axes": axes, "keepdims": 1}
     deviation = at.node("Sub", x, at.node("ReduceMean", x, **reduced))
+    # |x|·|x| is no norm to OpenVINO, which would not scale ε for integers.
     factor = deviation if at.graph.profile.fuses_norms else at.node("Abs", deviation)
     variance = at.node("ReduceMean", at.node("Mul", factor, factor), **reduced)
     spread = at.node("Sqrt", at.node("Add", variance, at.parameter("eps", epsilon)))
@@ -267,11 +271,7 @@ def _attention(
     at: At, query: Any, key: Any, value: Any, attn_mask: Ref | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
-    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d by default.
-
-    A boolean mask becomes the lowest number at masked places, which gives 0 after the softmax.
-    Fully masked rows are zero, as in torch.
-    """
+    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d by default."""
     operands = (query, key, value)
     if enable_gqa or dropout_p or not all(isinstance(ref, Ref) for ref in operands):
         return None
@@ -292,10 +292,12 @@ def _attention(
         made = at.node("Add", made, at.graph.constant(f"{at.path}.causal".lstrip("."), later))
     elif attn_mask is not None and source.dtype(attn_mask.name) == torch.bool:
         shut = at.name(attn_mask)
+        # The lowest number gives 0 after the softmax.
         made = at.node("Where", shut, made, _LOWEST)
     elif attn_mask is not None:
         made = at.node("Add", made, attn_mask)
     made = _along("Softmax", at, made, -1, rank)
+    # Fully masked rows are zero, as in torch.
     if shut is not None and attn_mask is not None:
         seen, last = at.node("Cast", shut, to=FLOAT), len(at.shape(attn_mask)) - 1
         made = at.node("Mul", made, at.node("ReduceMax", seen, axes=[last], keepdims=1))

@@ -34,15 +34,7 @@ _BLOCK = 32
 
 
 def block_pair(graph: Graph, path: str, x: str, axis: int, channels: int) -> TensorState:
-    """QuantizeLinear and DequantizeLinear with a scale for each block of 32 values.
-
-    Args:
-        graph: Receives the nodes.
-        path: Module.
-        x: A tensor, held off from what ONNX Runtime fuses.
-        axis: Axis of the blocks, from the front.
-        channels: Its size.
-    """
+    """QuantizeLinear and DequantizeLinear with a scale for each block of 32 values of an axis."""
     sizes = graph.node("Abs", path, [x])
     largest = []
     for low in range(0, channels, _BLOCK):
@@ -57,10 +49,7 @@ def block_pair(graph: Graph, path: str, x: str, axis: int, channels: int) -> Ten
 
 
 def _scale(graph: Graph, path: str, largest: str) -> str:
-    """2^(⌊log₂ largest⌋ − 8), at least 2⁻¹²⁷.
-
-    The logarithm may be off by its last digit near a power of two: both neighbours are compared.
-    """
+    """2^(⌊log₂ largest⌋ − 8), at least 2⁻¹²⁷."""
 
     def number(value: float) -> str:
         return graph.constant(f"float32_{value:g}", value)
@@ -68,6 +57,7 @@ def _scale(graph: Graph, path: str, largest: str) -> str:
     def node(op: str, *inputs: str) -> str:
         return graph.node(op, path, list(inputs))
 
+    # The logarithm may be off by its last digit near a power of two: both neighbours are compared.
     exponent = node("Floor", node("Mul", node("Log", largest), number(1 / math.log(2))))
     power = node("Pow", number(2.0), exponent)
     half = node("Mul", power, number(0.5))
@@ -90,15 +80,7 @@ def product_shape(shape: Sequence[Any], axis: int) -> list[Any]:
 def nvfp4_pair(graph: Graph, path: str, x: str, shape: Sequence[Any], args: Any) -> TensorState:
     """An activation of NVFP4, in the shape of `product_shape`.
 
-    Args:
-        graph: Receives the nodes.
-        path: Module.
-        x: A tensor.
-        shape: Its sizes; names for those that are free.
-        args: Arguments of `blocks_round` after the tensor.
-
-    Raises:
-        ValueError: The channels are no multiple of 16, or there are several batch axes.
+    `shape` has names for free sizes; `args` are those of `blocks_round` behind the tensor.
     """
     amax, name, axis = args
     channels, block = shape[axis], format_of(name).block
@@ -115,6 +97,7 @@ def nvfp4_pair(graph: Graph, path: str, x: str, shape: Sequence[Any], args: Any)
     numbers = graph.node(
         FP4_QUANTIZE, path, [rows, scale], domain=TRT, axis=1, block_size=block, scale_type=E4M3
     )
+    # The operator has a second output, and ONNX infers the types of neither.
     scales = f"{numbers}.scales"
     graph.nodes[-1].output.append(scales)
     graph.typed |= {numbers: E2M1, scales: E4M3}
@@ -129,11 +112,7 @@ def _tensor_scale(amax: float) -> Any:
 
 
 def nvfp4_product(graph: Graph, step: Step, layer: BlockLayer, x: str, source: Source) -> str:
-    """The product of an NVFP4 layer with a tensor of `nvfp4_pair`, in the shape of its result.
-
-    Raises:
-        ValueError: A convolution with padding or a stride.
-    """
+    """The product of an NVFP4 layer with a tensor of `nvfp4_pair`, in the shape of its result."""
     path, settings = step.path, layer.settings
     sides = {side for pair in settings.get("padding", ()) for side in pair}
     if sides - {0} or {*settings.get("stride", ())} - {1}:

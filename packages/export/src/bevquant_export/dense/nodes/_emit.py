@@ -87,9 +87,6 @@ def emit(
     """Add every step of the program; returns the tensors of its values in the file.
 
     The arguments are those of `Emitter`.
-
-    Raises:
-        ValueError: An operation without a form; the message names its module.
     """
     emitter = Emitter(source, graph, inputs, integer_sums)
     for step in source.program.steps:
@@ -103,11 +100,7 @@ def emit(
 class Emitter:
     """Writes the steps of a program into a graph, in order.
 
-    Args:
-        source: The program and its sizes.
-        graph: Receives the nodes.
-        inputs: Name in the program to name in the file.
-        integer_sums: Quantize accumulators in front of a sum, to their range on the example.
+    `integer_sums`: quantize accumulators in front of a sum, to their range on the example.
     """
 
     def __init__(
@@ -177,6 +170,7 @@ class Emitter:
         """A step on constants and fixed sizes as a constant, as the mask of shifted windows."""
         target, hosts = step.target, self.source.hosts
         if isinstance(target, torch._ops.OpOverload):
+            # Each run of the file draws numbers of its own.
             if _IS_RANDOM in target.tags:
                 return None
         elif target is not operator.getitem:
@@ -184,6 +178,7 @@ class Emitter:
         if self.source.form(step.outputs[0]) != "float" or len(step.outputs) > 1:
             return None
         for name in step.inputs:
+            # A size that the second run has too is no free one.
             fixed = name in hosts and self.source.wider_hosts.get(name) == hosts[name]
             if not fixed and name not in self._constants:
                 return None
@@ -192,6 +187,7 @@ class Emitter:
         args, kwargs = replaced(given, lambda ref: values[ref.name])
         with torch.no_grad():
             made = target(*args, **kwargs)
+        # Constants of a file are float32, and large ones stay computations.
         if not isinstance(made, Tensor) or made.dtype == torch.float64 or made.numel() > _MOST:
             return None
         path = f"{step.path}.constant" if step.path else "constant"
@@ -205,12 +201,7 @@ class Emitter:
             self._write_coords(found)
 
     def require_answers(self) -> None:
-        """Stop a run of the file in which the forward would decide otherwise than on the example.
-
-        Standard operators have no check node, but ONNX Runtime checks the bounds of every Gather: 0
-        is read at position 0, or at position 1 of one entry, and a result at the sum of these.
-        Engines that do not check bounds have requirements of the number of frames alone, as a note.
-        """
+        """Stop a run of the file in which the forward would decide unlike on the example."""
         steps = list(decisions(integer_model(self.source.integer)))
         graph, zeros = self.graph, list[str]()
         engine = graph.profile.runner != "onnxruntime"
@@ -222,6 +213,8 @@ class Emitter:
             graph.notes += [] if note in graph.notes else [note]
             if engine:
                 continue
+            # No standard operator checks, but ONNX Runtime checks the bounds of every Gather: 0 is
+            # read at position 0 of one entry, or at position 1 where the decision is another.
             met = self.numbers.holds("decision", step)
             place = graph.node("Cast", "decision", [graph.node("Not", "decision", [met])], to=INT64)
             called = f"{'the_number_of_frames' if frames else step.args[1]} is the example's"
@@ -232,6 +225,7 @@ class Emitter:
         joined = graph.node("Concat", "decision", zeros, axis=0)
         zero = graph.node("ReduceSum", "decision", [joined], axes=[0], keepdims=0)
         state = self.states[name]
+        # The result is read at the sum of these zeros, so no run leaves them out.
         made = graph.node("Unsqueeze", "decision", [state.name, graph.numbers([0])])
         self.states[name] = replace(state, name=graph.node("Gather", "decision", [made, zero]))
 
@@ -304,6 +298,7 @@ class Emitter:
             return self.voxels.convolution(step, self.states[step.args[0].name])
         if isinstance(step, Requantize) and (state := self.voxels.requantized(step)) is not None:
             return state
+        # Their pair is that of the result's form (`_finished`).
         if isinstance(step, Quantize | Requantize | Dequantize | Relu):
             return self.states[step.args[0].name]
         if isinstance(step, Constant):

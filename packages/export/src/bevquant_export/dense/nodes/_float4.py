@@ -18,11 +18,7 @@ E4M3, E2M1 = 17, 23  # onnx.TensorProto's numbers
 
 
 def float_types() -> Any:
-    """The package ml_dtypes: numpy's FP8 and FP4, which onnx reads.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """The package ml_dtypes: numpy's FP8 and FP4, which onnx reads."""
     try:
         import ml_dtypes
     except ImportError as error:

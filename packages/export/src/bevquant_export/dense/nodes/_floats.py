@@ -48,12 +48,7 @@ _MODULES: dict[type[nn.Module], str] = {
 
 
 def as_layer(step: FloatCall, constants: Mapping[str, Tensor]) -> FloatCall:
-    """The step of a layer with its weights as arguments; other steps unchanged.
-
-    Args:
-        step: A float step that calls an operator.
-        constants: Constant values of the program.
-    """
+    """The step of a layer with its weights as arguments; other steps unchanged."""
     if not isinstance(step.function, torch._ops.OpOverload):
         return step
     rest = replaced(step.args[1:], lambda ref: constants.get(ref.name, ref))

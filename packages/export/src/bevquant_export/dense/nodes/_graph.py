@@ -32,35 +32,27 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor of the file.
+    """A tensor of the file."""
 
-    Attributes:
-        name: Its float values; the output of a DequantizeLinear where it is quantized.
-        integers: Its integers; empty for float values and for tensors that keep their input's pair.
-        form: Scale of the integers.
-        float8: Scale and format of an FP8 tensor, the output of its DequantizeLinear; else None.
-        flat: Integers of a linear layer's result with two axes, where only a Reshape follows: not
-            read, but compared.
-        low: Lower bound of the integers, where known, without zero point.
-    """
-
+    # Its float values; the output of a DequantizeLinear where it is quantized.
     name: str
+    # Its integers; empty for float values and for tensors that keep their input's pair.
     integers: str = ""
     form: Integers | None = None
+    # Lower bound of the integers, where known, without zero point.
     low: int | None = None
+    # Integers of a linear layer's result with two axes, where only a Reshape follows: not read, but
+    # compared.
     flat: str = ""
+    # Scale and format of an FP8 tensor, the output of its DequantizeLinear; else None.
     float8: tuple[float, str] | None = None
 
 
 class Graph:
     """A graph under construction.
 
-    Args:
-        profile: Requirements of the runtime.
-        opset: Least operator set.
-
-    Attributes:
-        opset: Operator set of the file: the profile's, or a later one that an operator needs.
+    `opset` is the least operator set; the file has the profile's, or a later one that an operator
+    needs.
     """
 
     def __init__(self, profile: Profile, opset: int = 0) -> None:
@@ -94,6 +86,7 @@ class Graph:
         name = self.unique(f"{path}.{operator}" if path else operator)
         output = f"{name}.out"
         self.nodes.append(helper.make_node(operator, inputs, [output], name=name, **attributes))
+        # A Concat is quantized where all of its inputs are; others are as their first one.
         read = inputs if operator == "Concat" else inputs[:1]
         if operator in _KEEP and self._dequantized.issuperset(read):
             self._dequantized.add(output)
@@ -141,6 +134,7 @@ class Graph:
 
     def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
         """Add a constant; one of the same name and content is used again."""
+        # `ascontiguousarray` gives scalars an axis.
         array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))
         key = (name, array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
         if key not in self._shared:
@@ -160,15 +154,10 @@ class Graph:
         self, path: str, state: TensorState | str, form: Any,
         clamps: tuple[bool, float | None] = (False, None), *, kept: bool = False, block: int = 0,
     ) -> TensorState:  # fmt: skip
-        """Stored form of a step's result.
+        """Stored form of a step's result, an operator's result or a tensor in another form.
 
-        Args:
-            path: Module of the step.
-            state: Result of the operator, or a tensor to convert to another form.
-            form: Form of the result.
-            clamps: Those of the step (`Step.clamps`).
-            kept: The result is on the form's grid already, and gets no pair.
-            block: Side of the pixel blocks that the channels still have to become.
+        With `kept` the result is on the form's grid already, and gets no pair. `block` is the side
+        of the pixel blocks that the channels still have to become.
         """
         state = TensorState(state) if isinstance(state, str) else state
         if block and not (isinstance(form, Integers) and self.profile.clips(form)):
@@ -238,11 +227,7 @@ class Graph:
         return self.node("DepthToSpace", path, [name], blocksize=block, mode="CRD")
 
     def dequantized(self, path: str, q: str, form: Integers) -> TensorState:
-        """DequantizeLinear after integers.
-
-        Raises:
-            ValueError: Integers of bits that the profile lacks, or a scale beyond float32.
-        """
+        """DequantizeLinear after integers."""
         self._check(path, form)
         made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
         self._dequantized.add(made)
@@ -253,32 +238,26 @@ class Graph:
         return name in self._dequantized
 
     def float_operand(self, path: str, name: str) -> str:
-        """The tensor as the operand of a layer with float weights.
-
-        Between a DequantizeLinear and a QuantizeLinear, onnxruntime quantizes these weights itself,
-        with one scale, and moves the DequantizeLinear over pooling and the like to get there. A
-        Clip to the whole range of float32 prevents it.
-        """
+        """The tensor as the operand of a layer with float weights."""
         if not self.profile.integer_relu or not self._dequantized:
             return name
+        # Between a DequantizeLinear and a QuantizeLinear, onnxruntime quantizes these weights
+        # itself, with one scale, and moves the DequantizeLinear over pooling and the like to get
+        # there. A Clip to the whole range of float32 prevents it.
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Clip", path, [name, lowest])
 
     def float_average_operand(self, path: str, name: str) -> str:
-        """The tensor as the operand of an average that is read in float.
-
-        OpenVINO averages the integers in front of a DequantizeLinear once for all consumers. Where
-        one of them quantizes the average, the others may get it rounded.
-        """
+        """The tensor as the operand of an average that is read in float."""
+        # OpenVINO averages the integers in front of a DequantizeLinear once for all consumers.
+        # Where one of them quantizes the average, the others may get it rounded.
         held = self.profile.runner == "openvino" and self.is_quantized(name)
         return self.held_off(path, name) if held else name
 
     def held_off(self, path: str, name: str) -> str:
-        """The tensor separated from its producer, for runtimes that fuse too much.
-
-        A Max with a lower bound of all values, for which OpenVINO has no integer form, and over
-        which ONNX Runtime moves no FP8 pair.
-        """
+        """The tensor separated from its producer, for runtimes that fuse too much."""
+        # A Max with the lowest number has no integer form in OpenVINO, and ONNX Runtime moves no
+        # FP8 pair over it.
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Max", path, [name, lowest])
 

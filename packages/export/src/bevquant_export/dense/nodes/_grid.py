@@ -19,17 +19,7 @@ def max_pool(at: At, given: Mapping[str, Any]) -> str:
 
 
 def average_pool(at: At, x: str, given: Mapping[str, Any]) -> str:
-    """AveragePool, GlobalAveragePool or means of slices.
-
-    Args:
-        at: The place; its step's first argument is pooled.
-        x: The tensor of that argument.
-        given: Arguments of torch's function; ``output_size`` for the adaptive one.
-
-    Raises:
-        ValueError: ONNX has another number of windows (the last one would begin in padding), or the
-            windows depend on a free size.
-    """
+    """AveragePool, GlobalAveragePool or means of slices, by the arguments of torch's function."""
     shapes = [at.source.named(name) for name in (at.step.args[0].name, at.step.outputs[0])]
     rank = len(shapes[0]) - 2
     if given.get("kernel_size") is None:
@@ -79,10 +69,8 @@ def _adaptive(at: At, x: str, sizes: tuple[int | str, ...], wanted: tuple[int | 
 
 
 def _uneven(at: At, x: str, axis: int, size: int, wanted: int) -> str:
-    """Means along one axis over windows of several sizes, ⌊i·size/wanted⌋ … ⌈(i+1)·size/wanted⌉.
-
-    ONNX has no such pooling; a mean over a rectangle is the mean of its rows' means.
-    """
+    """Means along one axis over windows of several sizes, ⌊i·size/wanted⌋ … ⌈(i+1)·size/wanted⌉."""
+    # ONNX has no such pooling; a mean over a rectangle is the mean of its rows' means.
     means = []
     for i in range(wanted):
         ends = i * size // wanted, -(-(i + 1) * size // wanted)
@@ -92,11 +80,7 @@ def _uneven(at: At, x: str, axis: int, size: int, wanted: int) -> str:
 
 
 def resize(at: At, given: Mapping[str, Any]) -> str:
-    """Resize as torch's ``interpolate``, nearest or bilinear.
-
-    Raises:
-        ValueError: No factor gives the sizes, or they follow a free one.
-    """
+    """Resize as torch's ``interpolate``, nearest or bilinear."""
     settings: dict[str, Any] = {"mode": "nearest", "nearest_mode": "floor"}
     settings["coordinate_transformation_mode"] = "asymmetric"
     if given["mode"] != "nearest":

@@ -72,6 +72,7 @@ def moved(at: At) -> str | list[str] | None:
     x, output = args[0], Ref(step.outputs[0])
     if at.shape(x) == at.shape(output):
         return at.name(x)
+    # A Reshape infers one free size alone.
     if spec.name == "unsqueeze" and at.free(output) > 1:
         axis = int(kwargs.get("dim", args[-1])) % len(at.shape(output))
         return at.node("Unsqueeze", x, [axis])
@@ -149,7 +150,8 @@ def _equal_parts(at: At, x: str, axis: int, count: int) -> list[str]:
 
 def _joined(at: At, tensors: Sequence[Ref], dim: int = 0, *, axis: int | None = None) -> str:
     source, names = at.source, list(map(at.name, tensors))
-    if source.dtype(_output(at).name).is_floating_point:  # whole numbers among them become floats
+    # Whole numbers among floats become floats.
+    if source.dtype(_output(at).name).is_floating_point:
         names = [
             name if source.dtype(ref.name).is_floating_point else at.node("Cast", name, to=FLOAT)
             for ref, name in zip(tensors, names, strict=True)
@@ -217,6 +219,7 @@ def _cut(at: At, x: Ref, index: tuple[Any, ...]) -> str | None:
     free = [isinstance(size, str) for size in at.source.named(x.name)]
     for axis, i in enumerate(index):
         if isinstance(i, int):
+            # From −1 on, an end of 0 would be the axis's beginning.
             start = i if free[axis] else i % shape[axis]
             cuts[axis] = (start, start + 1 if start != -1 else _LAST, 1)
             dropped.add(axis)
@@ -251,6 +254,7 @@ def _padded(
 ) -> str | None:
     rank = len(at.shape(x))
     low, high = [0] * rank, [0] * rank
+    # torch's pairs begin with the last axis.
     for i in range(len(pad) // 2):
         low[rank - 1 - i], high[rank - 1 - i] = int(pad[2 * i]), int(pad[2 * i + 1])
     if mode not in _PADDINGS:
@@ -289,11 +293,7 @@ def _placed(at: At, x: Any, indices: Any, values: Any, accumulate: bool = False)
     """`index_put`: move the indexed axes to the front, ScatterND, move them back.
 
     Positions are one mask, of any number of axes, or indices. Other axes may be in front of and
-    after the indexed ones (`canvas[:, mask] = rows`), not between them. Values are written, not
-    added.
-
-    Returns:
-        The result; None where this has no form.
+    behind the indexed ones (`canvas[:, mask] = rows`), not between them. None where it has no form.
     """
     if not isinstance(x, Ref) or not isinstance(values, Ref) or accumulate:
         return None

@@ -32,13 +32,7 @@ _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 
 
 class Numbers:
-    """Writes numbers of a program, and tensors whose sizes depend on them.
-
-    Args:
-        source: The program and its sizes.
-        graph: Receives the nodes.
-        read: Value of the program to its tensor in the file.
-    """
+    """Writes numbers of a program, and tensors whose sizes depend on them."""
 
     def __init__(self, source: Source, graph: Graph, read: Callable[[str], str]) -> None:
         self.source, self.graph, self.read = source, graph, read
@@ -57,11 +51,7 @@ class Numbers:
         return self.graph.node("Concat", path, [self.of(path, size) for size in sizes], axis=0)
 
     def of(self, path: str, value: Any) -> str:
-        """A number as a tensor, int64 ``[1]``.
-
-        Raises:
-            ValueError: An operation without a form computes it.
-        """
+        """A number as a tensor, int64 ``[1]``."""
         graph = self.graph
         if not self.source.varies(value):
             return graph.numbers([int(self.source.constants(path, value))])
@@ -114,11 +104,7 @@ class Numbers:
         return graph.node(ARITHMETIC[what], path, operands)
 
     def holds(self, path: str, requirement: Step) -> str:
-        """Whether a requirement is fulfilled, as a tensor, bool ``[1]``.
-
-        Raises:
-            ValueError: The requirement has no form.
-        """
+        """Whether a requirement is fulfilled, as a tensor, bool ``[1]``."""
         return self._condition(path, requirement.args[0], requirement.args[1])
 
     def _condition(self, path: str, condition: Ref, asked: str) -> str:

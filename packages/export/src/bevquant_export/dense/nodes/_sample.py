@@ -28,11 +28,7 @@ _GRID_SAMPLE = 16  # first operator set; operators of 13 and later mean the same
 
 
 def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
-    """The float call that a `GridSample` or a deformable attention is.
-
-    Raises:
-        ValueError: The sizes of the sampled levels are no constants.
-    """
+    """The float call that a `GridSample` or a deformable attention is."""
     if isinstance(step, GridSample):
         mode, padding, corners = (step.kwargs[n] for n in ("mode", "padding_mode", "align_corners"))
         args = (*step.args, int(mode == "nearest"), PADDINGS.index(padding), corners)
@@ -52,11 +48,7 @@ def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
 def attention_plugin(
     graph: Graph, step: Step, read: Callable[[str], str], constants: Mapping[str, Tensor]
 ) -> str:
-    """TensorRT's plugin node for a deformable attention; heads and depth are joined in its output.
-
-    Raises:
-        ValueError: As `sampling_call`.
-    """
+    """TensorRT's plugin node for a deformable attention, whose output joins heads and depth."""
     name, tensors = f"{step.path}.levels" if step.path else "levels", []
     for value in _levels(step, constants):
         tensors.append(graph.constant(name, value, np.int32))

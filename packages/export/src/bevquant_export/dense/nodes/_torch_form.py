@@ -46,9 +46,6 @@ def torch_form(
 
     `read` gives the tensor of a value of the program, `number` that of a number computed from the
     file's inputs, int64 ``[]``. `constants` of the program become the nodes' own.
-
-    Raises:
-        ValueError: The reason why it has no such form.
     """
     if graph.profile.opset < _LEAST:
         raise ValueError(f"operator set {graph.profile.opset} has no form of it")
@@ -117,6 +114,7 @@ class _Call(nn.Module):
     def key(self, examples: tuple[Any, ...], free: Any) -> Any:
         """Key that calls of one form share; None for a call with its own values."""
         kept = isinstance(self._function, torch._ops.OpOverload) or self._function is getitem
+        # A form with values of its own, or of another function, is of this call alone.
         if self._values or not kept:
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
@@ -189,11 +187,7 @@ def _free(source: Source, name: str) -> Any:
 
 
 def _lowered(proto: Any, opset: int) -> Any:
-    """The model in an operator set, checked.
-
-    Where onnx's converter does not know an operator, the nodes are tried in that set: axes of
-    reductions as attributes, and without attributes that only state the older behaviour.
-    """
+    """The model in an operator set, checked."""
     import onnx
     from onnx.checker import ValidationError
     from onnx.shape_inference import InferenceError
@@ -201,6 +195,7 @@ def _lowered(proto: Any, opset: int) -> Any:
 
     if any(node.domain not in ("", "ai.onnx") for node in proto.graph.node):
         raise ValueError("torch's form of it has operators beside ONNX's own")
+    # Attributes of types GRAPH and GRAPHS.
     if any(a.type in (5, 10) for node in proto.graph.node for a in node.attribute):
         raise ValueError("torch's form of it holds graphs inside of nodes")
     if opset < OPSET:
@@ -208,6 +203,8 @@ def _lowered(proto: Any, opset: int) -> Any:
     del proto.graph.value_info[:]
     if opset < FIRST_SHAPE_OF_PART:
         _slice_shapes(proto.graph)
+    # Where onnx's converter does not know an operator, the nodes are tried in the set as they are,
+    # but for axes and lengths as attributes, and attributes that only state the older behaviour.
     same = onnx.ModelProto()
     same.CopyFrom(proto)
     for entry in same.opset_import:

@@ -34,12 +34,7 @@ _PADDING = 2  # place among kernel, stride, padding and dilation
 
 
 class Voxels:
-    """Writes the steps of a program that depend on coordinates of voxels.
-
-    Args:
-        numbers: Numbers of the program, and the writer of its steps.
-        inputs: Name in the program to name in the file.
-    """
+    """Writes the steps of a program that depend on coordinates of voxels."""
 
     def __init__(self, numbers: Numbers, inputs: Mapping[str, str]) -> None:
         self.numbers, self.source, self.graph = numbers, numbers.source, numbers.graph
@@ -135,6 +130,7 @@ class Voxels:
         self._check_sums(step, matrix, bias)
         stored, zero = stored_weights(matrix, graph.profile.weight)
         dtype = stored.dtype.type
+        # 128 is the zero point, for neighbours that are absent.
         read = self._gathered(path, x.integers, rows, weight.shape[:2], np.uint8, 128)
         inputs = [
             read,
@@ -194,6 +190,7 @@ class Voxels:
         channels = self.source.shapes[step.outputs[0]][1]
         if rows is None:
             return x
+        # An absent neighbour is never the largest.
         volume, lowest = math.prod(step.args[4]), float(np.finfo(np.float32).min)
         read = self._gathered(step.path, x, rows, (volume, channels), np.float32, lowest)
         windows = self.graph.numbers([-1, volume, channels])

@@ -55,11 +55,9 @@ def block_tensor(graph: Graph, path: str, x: str, axis: int, channels: int) -> T
 
 
 def _held_off(graph: Graph, path: str, x: str) -> str:
-    """The tensor in front of an FP8 pair.
-
-    ONNX Runtime (1.32) takes FP8 for uint8 where it fuses a Relu into QuantizeLinear: negative
-    values come through. It stops at a Clip there. Both are held off.
-    """
+    """The tensor in front of an FP8 pair."""
+    # ONNX Runtime (1.32) takes FP8 for uint8 where it fuses a Relu into QuantizeLinear: negative
+    # values come through. It stops at a Clip there. Both are held off.
     makers = {output: node.op_type for node in graph.nodes for output in node.output}
     fuses = graph.profile.runner == "onnxruntime" and makers.get(x) not in (None, *_SUMS)
     return graph.held_off(path, x) if fuses else x
@@ -82,11 +80,9 @@ def as_weighted(step: Step, layer: Float8Layer) -> Dense:
 
 
 def float8_steps_apart(want: Array, got: Array, step: Step) -> int:
-    """Largest number of FP8 steps between two tensors of one scale.
-
-    In blocks of FP8 a step is at most an eighth of the value, but for subnormal numbers; in blocks
-    of FP4 at most the value.
-    """
+    """Largest number of FP8 steps between two tensors of one scale."""
+    # In blocks of FP8 a step is at most an eighth of the value, but for subnormal numbers; in
+    # blocks of FP4 at most the value.
     if step.target is blocks_round:
         size = np.maximum(np.maximum(abs(want), abs(got)), np.finfo(np.float32).tiny)
         steps = 1 if format_of(step.args[2]).bits == 4 else 8
@@ -95,17 +91,15 @@ def float8_steps_apart(want: Array, got: Array, step: Step) -> int:
 
 
 def rounds_within(step: Step, x: Array, error: Array, got: Array) -> Array:
-    """Whether each number is one that a value within `error` of x rounds to.
-
-    Rounding keeps the order, so these lie between the roundings of x − error and x + error. Four
-    roundings of float32 are added: of the quotient, or of a reciprocal, a product and a difference.
-    """
+    """Whether each number is one that a value within `error` of x rounds to."""
+    # Four roundings of float32: of the quotient, or of a reciprocal, a product and a difference.
     error = error + 4 * 2.0**-24 * np.abs(x)
     function: Any = step.target
     low, high = (
         function(torch.from_numpy(np.float32(end)), *step.args[1:]).numpy()
         for end in (x - error, x + error)
     )
+    # Rounding keeps the order.
     inside: Array = (np.minimum(low, high) <= got) & (got <= np.maximum(low, high))
     return inside
 
@@ -221,6 +215,7 @@ def _linear(
         name = graph.node(
             "Reshape", step.path, [x.name, graph.numbers([-1, weight.integers.shape[1]])]
         )
+        # A Reshape keeps the scale: where the profile repeats pairs, it has one of its own.
         if x.form is not None and graph.profile.repeats:
             name = graph.quantized(step.path, name, x.form).name
         elif x.float8 is not None and x.float8[0] and graph.profile.repeats:
@@ -308,14 +303,12 @@ def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
 
 
 def _with_room_for_bias(graph: Graph, step: Weighted, x: TensorState, weight: _Weight) -> _Weight:
-    """The weight in steps large enough that int32 holds the bias in steps of the sums.
-
-    A channel without weights, or with tiny ones, otherwise has a bias of more than 2³⁰ steps.
-    Beside such a bias the coarser weight does not change eight bits.
-    """
+    """The weight in steps large enough that int32 holds the bias in steps of the sums."""
     bias = step.bias
     if bias is None or x.form is None or not _rounds_bias(graph, step, bias):
         return weight
+    # A channel without weights, or with tiny ones, has a bias of more than 2³⁰ steps. Beside such a
+    # bias the coarser weight does not change eight bits.
     needed = np.abs(bias.double().cpu().numpy()) / (x.form.scale * 2**30)
     larger = needed > weight.scales
     if not larger.any():
@@ -330,10 +323,8 @@ def _with_room_for_bias(graph: Graph, step: Weighted, x: TensorState, weight: _W
 
 
 def _rounds_bias(graph: Graph, step: Weighted, bias: Tensor) -> bool:
-    """Whether a float bias becomes whole steps of the sums.
-
-    Transposed convolutions run in float on every engine, so this would gain nothing.
-    """
+    """Whether a float bias becomes whole steps of the sums."""
+    # Transposed convolutions run in float on every engine, so integers gain nothing.
     floats = bias.is_floating_point()
     return floats and graph.profile.integer_bias and not isinstance(step, ConvTranspose)
 

@@ -148,17 +148,8 @@ def compared(
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
     """Result of `compare_qdq_onnx`, and the float outputs.
 
-    Args:
-        file: Description of the file.
-        content: The file.
-        integer: The program that the file was written from.
-        args: Inputs.
-        run_in: Makes a session, as `session`.
-        outputs: Compare float outputs too.
-
-    Returns:
-        The quantized tensors; for each output its value in `integer` and in the file, from the same
-        integers; and the result of `integer`.
+    Returns the quantized tensors; for each output its value in `integer` and in the file, from the
+    same integers; and the result of `integer`.
     """
     import onnx
 
@@ -205,20 +196,8 @@ def verified(
 ) -> QdqFile:
     """Run the file on `args`; return its description with runtime and differences.
 
-    Every operation reads the integer model's integers. Allowed differences are
-
-    - ties for quantized tensors (see `compare_qdq_onnx`), plus one step in a few values downstream
-      of float functions;
-    - for models that round floats themselves: one step in 1 % of the values, or in a quarter where
-      the file rounds its biases to int32;
-    - one step for a sum that `integer_sums` quantizes before;
-    - for float outputs, computed from the same integers: 2⁻¹⁰ of the largest value, or noise 40 dB
-      below it.
-
+    Every operation reads the integer model's integers; `_departures` has the allowed differences.
     Choices among equal scores are ONNX's (`StableChoices`).
-
-    Raises:
-        ValueError: The difference is larger; the message names the first such node.
     """
     ran = ""
 
@@ -252,16 +231,7 @@ def departing(
 ) -> set[str]:
     """Tensors of a file that differ from the integer model by more than `verified` allows.
 
-    Args:
-        file: The file.
-        content: Its bytes.
-        integer: The program that the file was written from.
-        args: Inputs that the program accepts, see `refusal`.
-        integer_sums: As the file was written.
-        inputs: Name of `args` in messages.
-
-    Raises:
-        ValueError: onnxruntime does not run the file on them.
+    The program accepts `args` (`refusal`); `inputs` is their name in messages.
     """
 
     def run_in(proto: Any, runner: str) -> Any:
@@ -319,7 +289,9 @@ def _departures(
         share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
     rounded_sums = integer_sums and integer_model(integer) is None
     for row in rows:
+        # A sum whose accumulators were quantized first may be off by one step anywhere.
         most = 1.0 if rounded_sums and row.op == "add" else share
+        # Downstream of float functions, a few values may be off by one step without being ties.
         few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
         if row.is_wrong and not (most and few):
             yield (
@@ -330,6 +302,7 @@ def _departures(
                 f"up to {row.largest} steps",
             )
     for name, (want, got) in outputs.items():
+        # 2⁻¹⁰ of the largest value, or noise 40 dB below it.
         if not alike(want, got, HALF if profile.half else _FLOAT):
             yield (
                 name,
@@ -357,11 +330,7 @@ def required_of(file: QdqFile, integer: QdqProgram, args: Any) -> Any:
 
 
 def tensors_by_input(file: QdqFile, args: Any) -> dict[str, Tensor]:
-    """Tensors of a call by the file's inputs, bound by keys and positions.
-
-    Raises:
-        TypeError: The call has another structure than the example inputs.
-    """
+    """Tensors of a call by the file's inputs, bound by keys and positions."""
     given = placed(file.signature, arguments(args), f"{file.path.name}: inputs")
     # Files hold no float64.
     return {n: v.float() if getattr(v, "dtype", None) == torch.float64 else v for n, v in given}

@@ -35,20 +35,15 @@ twice, so more would cost more memory than time. The model goes no further ahead
 
 @dataclass(eq=False)
 class _Piece:
-    """Nodes between cut tensors.
-
-    Attributes:
-        proto: The nodes.
-        reads: Input tensors.
-        makes: Its outputs to the tensors that they are.
-        missing: Those tensors that the model has not computed yet.
-        needs: These tensors, and values of the program from which the outputs are computed again.
-    """
+    """Nodes between cut tensors."""
 
     proto: Any
     reads: list[str]
+    # Its outputs to the tensors that they are.
     makes: dict[str, str]
+    # Those tensors that the model has not computed yet.
     missing: set[str]
+    # These tensors, and values of the program from which the outputs are computed again.
     needs: tuple[str, ...]
 
 
@@ -57,19 +52,7 @@ class CutFile:
 
     A piece runs as soon as the model has computed its inputs and outputs, on another thread while
     the model continues. Values that no piece needs any more are released, so the tensors of a model
-    are never all in memory.
-
-    Args:
-        file: Description of the file.
-        content: The file.
-        program: Program that it was written from.
-        inputs: Inputs of the file.
-        run_in: Makes a session, as `session`.
-        pool: Thread pool; each piece runs on one thread.
-        outputs: Run the producers of float outputs too.
-
-    Attributes:
-        floats: Float outputs.
+    are never all in memory. With `outputs`, the producers of float outputs run too (`floats`).
     """
 
     def __init__(
@@ -122,11 +105,9 @@ class CutFile:
                 self._values[name] = value.cpu().numpy()
 
     def compare(self, step: Step, name: str, value: Array) -> None:
-        """Take the model's value of a tensor, and run the pieces that waited for it.
-
-        Of two values that are one tensor (a ReLU of non-negative values), the first counts.
-        """
+        """Take the model's value of a tensor, and run the pieces that waited for it."""
         tensor = self._tensors[name]
+        # Of two values that are one tensor (a ReLU of non-negative values), the first counts.
         if tensor not in self._rows:
             self._rows[tensor] = None
             self._found[tensor] = step, name, value
@@ -136,11 +117,7 @@ class CutFile:
                     self._start(piece)
 
     def finish(self) -> None:
-        """Run the pieces without a cut input.
-
-        Raises:
-            ValueError: The model has other tensors than the file.
-        """
+        """Run the pieces without a cut input."""
         for piece in list(self._pieces):
             if missing := sorted(piece.missing - set(self._rows)):
                 raise ValueError(
@@ -264,13 +241,8 @@ def _as_read(step: Step, value: Array) -> Array:
 def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[ir.Model, dict[str, str]]:
     """The model with these tensors cut: their consumers read inputs of the same name.
 
-    Args:
-        content: The file.
-        tensors: Quantized tensors and numpy's types of their values.
-
-    Returns:
-        The model with these tensors' producers as extra outputs, followed by the file's own
-        outputs; and for each tensor the output that holds it.
+    Returns the model with these tensors' producers as extra outputs, followed by the file's own
+    outputs; and for each tensor the output that holds it.
     """
     import onnx
     import onnx_ir as ir
@@ -291,21 +263,19 @@ def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[ir.Model, dict[s
 
 
 def pieces_of(model: ir.Model) -> Iterator[Any]:
-    """Models of connected nodes, each with its inputs, in the order of their nodes.
-
-    Nodes are connected by tensors, not by constants: each piece has the constants that it reads,
-    and the nodes that compute them. A piece without an output of the graph is left out.
-    """
+    """Models of connected nodes, each with its inputs, in the order of their nodes."""
     constant: set[ir.Node | None] = set()
     groups: dict[ir.Node | None, list[Any]] = {}
     for node in model.graph:
         read = _read(node)
+        # Constants connect no nodes: each piece has those that it reads.
         if all(v.is_initializer() or v.producer() in constant for v in read):
             constant.add(node)
             continue
         groups[node] = [node]
         for maker in (value.producer() for value in read):
             if maker in groups and groups[maker] is not groups[node]:
+                # The smaller group joins the larger one, so that few nodes change theirs.
                 less, more = sorted((groups[node], groups[maker]), key=len)
                 more += less
                 groups |= dict.fromkeys(less, more)

@@ -55,23 +55,13 @@ class FloatErrors:
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
     with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and downstream values alike, in six
-    runs. Sampling positions of a resize are rounded too, and results of a norm by √n·2⁻²⁴, as the n
-    terms of its variance may be summed one by one. The error is four times the root mean square of
-    the effect. Integers are not perturbed: each piece of a file reads the model's. Float results of
-    layers are perturbed by the spread of their sums (`_deviations`), which rounding of the result
-    does not show where terms cancel; FP8 tensors are not perturbed, FP8 layers are as other layers.
-    Whole exponents of a power are not perturbed: (-3)² is real. Where a perturbed operand leaves a
-    function's domain, as in √(1 - x²) at x = 1, the result is the model's.
-    The random numbers are the same in every run of the program.
+    runs. The error is four times the root mean square of the effect. Integers are not perturbed:
+    each piece of a file reads the model's. Float results of layers are perturbed by the spread of
+    their sums (`_deviations`), which rounding of the result does not show where terms cancel. The
+    random numbers are the same in every run of the program.
 
-    Args:
-        program: Its steps.
-        wanted: Values whose errors are requested; those of integers are zero.
-        half: Whether the file's floats are half precision.
-
-    Attributes:
-        values: Values of `wanted` in the program.
-        errors: Errors of `wanted`, float64, of the same shape, for values that exist in every run.
+    `wanted` are values whose errors are requested; those of integers are zero. `values` and float64
+    `errors` are of the same shapes, for values that exist in every run.
     """
 
     def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
@@ -97,6 +87,7 @@ class FloatErrors:
 
     def run(self, integer: QdqProgram, args: Any) -> None:
         """Run the program's model on `args`, with the perturbed runs beside it."""
+        # The random numbers are the same in every run of the program.
         self._random.manual_seed(0)
         for _ in range(_RUNS):
             for name, value in inputs_of(self._program, args):
@@ -118,6 +109,7 @@ class FloatErrors:
                 self._moved.pop(name, None)
 
     def _take(self, name: str, value: Any, moved: Any) -> None:
+        # Outside of a function's domain, as √(1 − x²) at x = 1, the result is the model's.
         if moved is not value and not _is_other_rows(value, moved) and isinstance(moved, Tensor):
             moved = torch.where(moved.isnan(), value, moved)
         if name in self._last:  # sizes downstream are those of the rows that the model chose
@@ -139,17 +131,20 @@ class FloatErrors:
         call: Any = step.target
         called = "" if isinstance(call, nn.Module) else op_spec(call).name
         rounded = self._rounded if isinstance(step, FloatCall) else (lambda value: value)
+        # Sampling positions of a resize are rounded too.
         resizes = "upsample" in called or step.kwargs.get("mode") == "bilinear"
         read = (lambda value: self._shifted(rounded(value))) if resizes else rounded
         args, kwargs = replaced(
             (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
         )
+        # Whole exponents are not perturbed: (−3)² is real.
         if called in ("pow", "float_power") and isinstance(step.args[1], Ref):
             exponent = self._moved[step.args[1].name]
             args = (args[0], torch.where(exponent == exponent.round(), exponent, args[1]))
         if isinstance(call, Float8Layer):
             return self._summed_float8(call, args)
         result = rounded(call(*args, **kwargs))
+        # The n terms of a norm's variance may be summed one by one.
         if terms := _TERMS.get(called):
             result = self._rounded(result, math.sqrt(terms(*args)) * UNIT)
         if called == "gelu":
@@ -170,6 +165,7 @@ class FloatErrors:
             return made
         spread = _deviations(step, given[0], form) * (made[0] != 0)
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
+        # Uniform numbers up to √3 have a spread of 1.
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
 
     def _summed_float8(self, layer: Float8Layer, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -225,15 +221,7 @@ def _deviations(step: Dense, x: Tensor, form: Integers) -> Tensor:
     .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
 
     This is a fourth of the error that `RoundingBoundary` allows for a sum of n products, bias
-    included.
-
-    Args:
-        step: A convolution, a transposed one or a linear layer.
-        x: Its integer input.
-        form: Form of the input.
-
-    Returns:
-        Standard deviations, float32, of the output's shape.
+    included. Standard deviations, float32, of the output's shape.
     """
     weight = step.weight.float().abs()
     size = x.float().abs()  # of -128 too

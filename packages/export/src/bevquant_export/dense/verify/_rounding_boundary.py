@@ -63,9 +63,7 @@ class RoundingBoundary:
     |v| here. Where a file runs in float, a sum of n products rounds each of them too, by 4·√n·2⁻²⁴
     of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic rounding
     error analysis, 2019). `FloatErrors` finds the errors of float functions, such as x·(1 +
-    erf(x/√2))/2. With a zero point z, sums are made of numbers up to |q| + z. A bias in floats, as
-    `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by half a step of the
-    sums.
+    erf(x/√2))/2.
 
     Args:
         program: Its steps and forms.
@@ -105,19 +103,15 @@ class RoundingBoundary:
     def count(self, name: str, places: Array, borders: Array, shape: tuple[int, ...]) -> int:
         """Number of values, different by one step, that are ties.
 
-        At most 100,000 values of a tensor are examined, except for resized ones.
-
-        Args:
-            name: Value of the program.
-            places: Positions of the differences, [values, axes].
-            borders: Half of the sum of the two integers there, without zero points.
-            shape: Shape of the tensor.
+        `places` are their positions, [values, axes], `borders` half of the sum of the two integers
+        there, without zero points.
         """
         form, step = self._forms.get(name), self._makers.get(name)
         if not isinstance(form, Integers) or step is None:
             return 0
         found = 0
         sums = not isinstance(step, Resize | WeightedSum)  # which are computed as a whole
+        # Of other tensors, at most 100,000 values are examined.
         places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
         for start in range(0, len(places), at_once):
             at = places[start : start + at_once]
@@ -248,6 +242,7 @@ class RoundingBoundary:
             return None
         read = made.numpy()[tuple(places.T)] * self._scale(name)
         most = float(np.abs(self._values[name].astype(np.int32)).max(initial=0))
+        # With a zero point z, sums are made of numbers up to |q| + z.
         most += self._profile.zero
         error = _ROUNDINGS * UNIT * errors * most * self._scale(name)
         return _Real(read, np.full(len(read), error))
@@ -289,18 +284,10 @@ class RoundingBoundary:
 
 
 def products_at(step: Dense, x: Array, places: Array) -> tuple[Array, Array, Array, int]:
-    """Sums of a layer's kernel for some of its outputs.
+    """Sums of a layer's kernel for some of its outputs, int [places, axes].
 
-    For few positions: nothing is computed for the others, and neither the simulator's kernels nor a
-    runtime's are used.
-
-    Args:
-        step: A convolution, a transposed one or a linear layer.
-        x: Its integer input.
-        places: Indices into its output, int [places, axes].
-
-    Returns:
-        Σ x·w, Σ |x·w| and Σ (x·w)², int64 [places], and the largest number of products in a sum.
+    Neither the simulator's kernels nor a runtime's are used. Returns Σ x·w, Σ |x·w| and Σ (x·w)²,
+    int64 [places], and the largest number of products in a sum.
     """
     weight = step.weight.cpu().numpy()
     if isinstance(step, Linear):

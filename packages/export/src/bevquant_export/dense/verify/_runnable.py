@@ -25,12 +25,7 @@ _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsque
 
 
 def upgraded_opset(proto: Any) -> Any:
-    """A model of operator set 11 in set 13: scales per channel get their axis.
-
-    Set 11 has no axis, and onnxruntime applies these scales along axis 1. Axes of a sum and the
-    like, and lengths of parts, are attributes in set 11 and tensors in set 13. A softmax flattens
-    all axes from its own on in set 11, and does not in set 13.
-    """
+    """A model of operator set 11 in set 13: scales per channel get their axis."""
     imports = [entry for entry in proto.opset_import if entry.domain in ("", "ai.onnx")]
     if [entry.version for entry in imports] != [11]:
         return proto
@@ -43,8 +38,10 @@ def upgraded_opset(proto: Any) -> Any:
     makers = {name: node for node in proto.graph.node for name in node.output}
     second = transposed | {makers[name].input[0] for name in transposed if name in makers}
     for node in proto.graph.node:
+        # Attributes in set 11, tensors in set 13.
         if node.op_type in _ATTRIBUTES:
             _with_tensor(proto.graph, node, _ATTRIBUTES[node.op_type])
+        # Set 11 has no axis, and onnxruntime applies these scales along axis 1.
         quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
         channels = list(values[node.input[1]].dims) if quantizes else []
         if channels and channels != [1]:
@@ -91,24 +88,12 @@ def session(
 ) -> Any:
     """A session that runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
 
-    Args:
-        proto: The model.
-        runner: ``"onnxruntime"`` with all its optimisations, ``"plain"`` for it without any, or
-            ``"openvino"``.
-        lean: Whether onnxruntime uses torch's number of threads and keeps no memory between runs
-            (its arena grows by doubling).
-        at_once: Number of lean sessions that share these threads.
-        timed: Whether it takes turns with another session: torch's number of threads, which sleep
-            during the other's turns.
-
-    A file for CPUs that sum exactly runs without optimisations on other CPUs, where floats
-    multiply.
-
-    Raises:
-        ImportError: The runtime is not installed; the message names the extra.
-        ValueError: The file multiplies integers, which saturates on this CPU.
+    `runner` is ``"onnxruntime"`` with all its optimisations, ``"plain"`` for it without any, or
+    ``"openvino"``. `at_once` lean sessions share torch's threads; a `timed` one takes turns with
+    another session, during whose turns its threads sleep.
     """
     proto = without_plugins(proto)
+    # A file for CPUs that sum exactly: without optimisations its floats multiply.
     if saturates_here(proto):
         if _multiplies_integers(proto):
             refuse_saturation(proto, "the file")
@@ -123,6 +108,7 @@ def session(
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    # onnxruntime's arena grows by doubling and keeps its memory between runs.
     if lean:
         options.intra_op_num_threads = max(torch.get_num_threads() // at_once, 1)
         options.enable_cpu_mem_arena = False
@@ -232,13 +218,7 @@ def half_inputs(proto: Any) -> set[str]:
 
 
 def in_half(args: Any, names: Iterable[str], halves: Collection[str]) -> Any:
-    """Inputs, rounded to float16 where the file's are, in float32.
-
-    Args:
-        args: Arguments of a call.
-        names: Names of their tensors, in order.
-        halves: Names of the float16 inputs.
-    """
+    """Inputs, rounded to float16 where the file's are (`halves`), in float32."""
 
     def rounded(name: str, value: Tensor) -> Tensor:
         is_half = name in halves and value.dtype == torch.float32
@@ -248,27 +228,18 @@ def in_half(args: Any, names: Iterable[str], halves: Collection[str]) -> Any:
 
 
 def with_tensors(change: Callable[[str, Tensor], Tensor], names: Iterable[str], args: Any) -> Any:
-    """Arguments with other tensors.
-
-    Args:
-        change: Makes a tensor from its name and the old one.
-        names: Names of the tensors in `args`, in order.
-        args: Arguments of a call.
-    """
+    """Arguments with other tensors; `change` makes one from its name and the old one."""
     tensors, tree = flatten(args)
     return rebuild(tree, list(map(change, names, tensors)))
 
 
 def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
-    """The best session on this machine, as of `session`, and its name.
-
-    Files for OpenVINO run in onnxruntime where it is not installed; without both, all run in ONNX's
-    reference. A file for CPUs that sum exactly runs as written on other CPUs, in ONNX's reference
-    where it multiplies integers.
-    """
+    """The best session on this machine, as of `session`, and its name."""
     saturates = saturates_here(proto)
     if runner == "openvino" and importable("openvino") and not saturates:
         return session(proto, runner), f"openvino {version('openvino')}"
+    # Files for OpenVINO run in onnxruntime where it is not installed; without both, in ONNX's
+    # reference. That also runs files whose products of integers would saturate here.
     if importable("onnxruntime") and not (saturates and _multiplies_integers(proto)):
         runner = "plain" if runner == "openvino" else runner
         made = session(proto, runner, lean=True, at_once=at_once)
@@ -286,11 +257,7 @@ _SLOW = set("Conv ConvTranspose MaxPool AveragePool Resize GridSample".split())
 
 
 def rounded_session(proto: Any) -> Any:
-    """A session that rounds to float16 after each operation; None where not needed, or slow.
-
-    On CPUs onnxruntime computes float16 operations in float32 and drops the rounding between two of
-    them. ONNX's reference computes in float16.
-    """
+    """A session that rounds to float16 after each operation; None where not needed, or slow."""
     halves = any(
         a.name == "to" and a.i == 10
         for node in proto.graph.node
@@ -299,6 +266,8 @@ def rounded_session(proto: Any) -> Any:
     ) or any(port.type.tensor_type.elem_type == 10 for port in proto.graph.input)
     if not halves or any(node.op_type in _SLOW or node.domain for node in proto.graph.node):
         return None
+    # On CPUs onnxruntime computes float16 operations in float32 and drops the rounding between two
+    # of them; ONNX's reference computes in float16.
     return _Reference(proto)
 
 

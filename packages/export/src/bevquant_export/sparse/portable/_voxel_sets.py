@@ -43,10 +43,7 @@ class VoxelSet:
 class Surroundings:
     """Neighbours of convolutions; shared nodes are written once.
 
-    Args:
-        call: Adds a call of a function, see `Emitter`.
-        batch_size: Tensor that holds the number of frames, int64 ``[1]``.
-        behind: For a grid that is a tensor: the output grid of a convolution of this padding.
+    `behind`, for a grid that is a tensor: the output grid of a convolution of this padding.
     """
 
     def __init__(
