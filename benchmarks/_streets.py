@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from fnmatch import fnmatch
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,18 +32,17 @@ from bevfusion_quant.integer import lowered
 from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ptq import run_ptq
 from bevfusion_quant.saved_run import LoadedRun, load_run
-from bevquant_qnn import PrecisionPlan, precision_groups
+from bevquant_qnn import PrecisionPlan
 from bevquant_quantizers.documents import sha256
 
 W4A8 = {"weight_bits": 4, "rounding": "gptq", "bias_correction": True}
-LAST = ("heatmap_head.1", "prediction_heads.*.1")  # layers that compute the head's outputs
 FORMATS: dict[str, dict[str, Any]] = {
     "W8A8": {},
     "W8A8-unsigned": {"unsigned": True},
     "FP8": {"plan": "fp8"},
     "W4A8": W4A8,
-    "W4A8-head": {**W4A8, "quantize_head": True},
-    "W4A8-last8": {**W4A8, "weight_bits": 8, "quantize_head": True, "plan": "int4", "int8": LAST},
+    "W4A8-head": {**W4A8, "quantize_head": True, "output_weight_bits": 4},
+    "W4A8-last8": {**W4A8, "quantize_head": True},
 }
 
 
@@ -60,26 +58,17 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     Args:
         folder: Of the runs.
         name: Of the run.
-        settings: Of `PtqConfig`; `plan` is the precision of all layers but those whose paths end in
-            one of the patterns `int8`.
+        settings: Of `PtqConfig`; `plan` is the precision of all layers.
 
     Raises:
         ValueError: The run of this name has other weights.
     """
     digest, noted = sha256(settings["weights"]), folder / f"{name}.sha256"
-    patterns = settings.pop("int8", ())
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
-            unrounded = settings | {"rounding": "nearest", "bias_correction": False}
-            model = made_run(folder, f"{name}-int8", **unrounded).quantized_model
+            model = made_run(folder, f"{name}-int8", **settings).quantized_model
             settings["plan"] = folder / f"{name}.json"
-            kept = {
-                path: "int8"
-                for group in precision_groups(model)
-                for path in group.modules
-                if any(fnmatch(path, f"*{pattern}") for pattern in patterns)
-            }
-            settings["plan"].write_text(PrecisionPlan.by_hand(model, kept, precision).to_json())
+            settings["plan"].write_text(PrecisionPlan.by_hand(model, {}, precision).to_json())
         folder.mkdir(parents=True, exist_ok=True)
         noted.write_text(digest)  # the run's own digests are those of folded weights
         config = PtqConfig(config="tiny", branch="all", **settings)

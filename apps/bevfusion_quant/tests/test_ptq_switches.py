@@ -28,7 +28,7 @@ from bevfusion_quant.ptq import (
     run_evaluate,
     run_ptq,
 )
-from bevfusion_quant.run import RunSettings
+from bevfusion_quant.run import PAGE_FILE, RunSettings
 from bevfusion_quant.sensitivity import precisions_of, run_sensitivity
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
@@ -203,12 +203,44 @@ def test_a_detector_of_the_lidar_alone(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+OUTPUTS = {"heatmap_head.1"} | {
+    f"prediction_heads.0.{name}.1" for name in ("center", "height", "dim", "rot", "vel", "heatmap")
+}
+
+
+def test_outputs_of_a_head_keep_8_bits_and_older_runs_their_4(tmp_path: Path) -> None:
+    with without_pictures(page=True):
+        for name, settings in {"new": {}, "old": {"output_weight_bits": 4}}.items():
+            config = PtqConfig("tiny", "head", weight_bits=4, **settings)
+            run_ptq([frame()], config, runs=tmp_path, name=name)
+    told = json.loads((tmp_path / "old/config.json").read_text())
+    assert told.pop("output_weight_bits") == 4
+    (tmp_path / "old/config.json").write_text(json.dumps(told))  # as earlier versions wrote it
+    wide = {"new": OUTPUTS, "old": set()}
+    for name in wide:
+        run = load_run(tmp_path / name)
+        bits = {
+            path.removeprefix("heads.object."): layer.weight_quantizer.num_bits
+            for path, layer in layers_of(run.quantized_model).items()
+        }
+        assert {path for path, n in bits.items() if n == 8} == wide[name]
+        assert set(bits.values()) - {8} == {4}
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        left = summary["quantization"]["skipped"]
+        noted = [row["path"] for row in left if row["reason"].endswith("its weight has 8 bits")]
+        assert {path.removeprefix("heads.object.") for path in noted} == wide[name]
+        page = (tmp_path / name / PAGE_FILE).read_text()
+        assert ("its weight has 8 bits" in page) == bool(wide[name])
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"weight_bits": 3}, "--weight-bits 3: weights have 4 to 8 bits"),
         ({"weight_bits": 9}, "--weight-bits 9: weights have 4 to 8 bits"),
+        ({"output_weight_bits": 3}, "--output-weight-bits 3: weights have 4 to 8 bits"),
         ({"weight_bits": 4, "plan": Path("plan.json")}, "leave one of the two out"),
+        ({"output_weight_bits": 4, "plan": Path("plan.json")}, "leave one of the two out"),
         ({"rounding": "up"}, "--rounding up: expected one of gptq, nearest"),
         ({"fold": False, "rounding": "gptq"}, "leave --no-fold out"),
         ({"fold": False, "bias_correction": True}, "have no bias to correct"),

@@ -18,6 +18,7 @@ from bevfusion_quant.run import (
     SUMMARY_FILE,
     Clock,
     RunRecord,
+    RunSettings,
     read_settings,
     read_summary,
 )
@@ -94,6 +95,7 @@ def test_what_older_runs_leave_out_is_what_they_did(tmp_path: Path) -> None:
     assert (found.version, found.branch, found.method) == (1, "lidar", "mse")
     assert (found.fold, found.weight_bits, found.rounding, found.plan) == (True, 8, "nearest", None)
     assert found.quantize_first_layer
+    assert RunSettings(weight_bits=4).output_weight_bits == 4
 
 
 @pytest.mark.parametrize(

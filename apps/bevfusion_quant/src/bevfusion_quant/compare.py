@@ -44,6 +44,7 @@ _UNFOLDED = "ptq --no-fold left batch norms in place"
 _SHOWN = {
     "method": "ranges",
     "weight_bits": "weight bits",
+    "output_weight_bits": "of head outputs",
     "unsigned": "unsigned",
     "rounding": "weights rounded",
     "bias_correction": "biases corrected",

@@ -280,6 +280,7 @@ def _config(settings: ModelSettings) -> PtqConfig:
         **settings.written,
         "branch": settings.branch,
         "quantize_first_layer": settings.quantize_first_layer,
+        "output_weight_bits": settings.output_weight_bits,
         "cameras": settings.used_cameras,
         "weights": None,
         "plan": None,

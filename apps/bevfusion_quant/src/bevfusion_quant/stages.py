@@ -195,10 +195,15 @@ def quantize_as(
 ) -> Stage[QuantizeResult]:
     """`quantize_branch` with the arguments of a run's configuration.
 
-    A plan that names the first sparse convolution decides whether that layer gets quantizers.
+    A plan that names the first sparse convolution decides whether that layer gets quantizers. The
+    outputs of a detector in other code count as those of a head.
     """
     first = first_sparse_conv(fused)
     planned = any(path in group.modules for group in plan or () for path in first)
+    parts = quantized_parts(config.branch, fused.kind, with_head=config.quantize_head)
+    apart = {"head", "network"}.intersection(parts) and (
+        config.output_weight_bits != config.weight_bits
+    )
     return quantize_branch(
         fused,
         example,
@@ -207,6 +212,7 @@ def quantize_as(
         exclude=config.exclude,
         with_head=config.quantize_head,
         weight_bits=config.weight_bits,
+        output_weight_bits=config.output_weight_bits if apart else None,
         unsigned=config.unsigned,
         first_layer=config.quantize_first_layer or planned,
     )

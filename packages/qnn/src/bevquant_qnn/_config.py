@@ -24,6 +24,10 @@ class QuantConfig:
     Attributes:
         num_bits: Bits of every quantizer, 2 to 16, or (4, 3) and (5, 2) for FP8 E4M3 and E5M2.
         weight_bits: Bits of weights where they are others, such as 4; None for `num_bits`.
+        output_weight_bits: Bits of the weights of output layers, such as 8 with 4 for the others;
+            None for `weight_bits`. From an output layer the graph leads to an output of the model
+            without another layer with a weight, as from a head's last convolutions. Needs example
+            inputs.
         input_calibrator: `"histogram"` (any of mse, entropy, percentile afterwards) or `"max"`,
             for everything that is not a weight.
         weight_calibrator: The same for weights; per-channel weights want `"max"`.
@@ -56,6 +60,7 @@ class QuantConfig:
 
     num_bits: NumBits = 8
     weight_bits: NumBits | None = None
+    output_weight_bits: NumBits | None = None
     input_calibrator: Calibrator = "histogram"
     weight_calibrator: Calibrator = "max"
     weight_per_channel: bool = True
@@ -71,9 +76,9 @@ class QuantConfig:
     quantize_last_layer: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_bits", "weight_bits"):
+        for name in ("num_bits", "weight_bits", "output_weight_bits"):
             bits = getattr(self, name)
-            if bits is None and name == "weight_bits":
+            if bits is None and name != "num_bits":
                 continue
             if isinstance(bits, tuple):
                 format_of(bits)  # refuses pairs that are no FP8

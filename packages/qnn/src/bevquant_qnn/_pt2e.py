@@ -46,8 +46,8 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: FP8 or `unsigned` in `config`; and from ``prepare_pt2e``, for a program that
-            `bevquant_graph.module_of` refuses.
+        ValueError: FP8, `unsigned` or `output_weight_bits` in `config`; and from ``prepare_pt2e``,
+            for a program that `bevquant_graph.module_of` refuses.
     """
     config = config or QuantConfig()
     if isinstance(config.num_bits, tuple) or isinstance(config.weight_bits, tuple):
@@ -59,6 +59,11 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
         raise ValueError(
             "pt2e_quantizer: these annotations are of signed integers; leave unsigned=True out, or "
             "use quantize_model"
+        )
+    if config.output_weight_bits is not None:
+        raise ValueError(
+            "pt2e_quantizer: these annotations have one number of bits for all weights; leave "
+            "output_weight_bits out, or use quantize_model"
         )
     quantizer, _, _ = _classes()
     return quantizer(config, method)

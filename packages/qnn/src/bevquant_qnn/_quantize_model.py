@@ -30,6 +30,7 @@ from bevquant_qnn._functional_ops import Followed, quantize_functional_ops
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._observe import observe
+from bevquant_qnn._output_layers import widen_outputs
 from bevquant_qnn._replace import replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
@@ -117,11 +118,14 @@ calibrator=MaxCalibrator scale=1.0 quant)
         )
     refuse_unusable(module, "quantize_model")
     _check_patterns(module, config)
-    if config.unsigned and example_inputs is None:
-        raise ValueError(
-            "quantize_model: QuantConfig(unsigned=True) needs example_inputs, whose graph shows "
-            "which tensors are never negative; got none"
-        )
+    for option, shows in (
+        (config.unsigned, "unsigned=True) needs example_inputs, whose graph shows which tensors "
+         "are never negative"),
+        (config.output_weight_bits, "output_weight_bits=…) needs example_inputs, whose graph shows "
+         "which layers compute the outputs"),
+    ):  # fmt: skip
+        if option and example_inputs is None:
+            raise ValueError(f"quantize_model: QuantConfig({shows}; got none")
     with alone(module):
         if not inplace:
             remedy = "; or pass inplace=True, which copies nothing"
@@ -192,6 +196,8 @@ def _quantized(
     flow = follow(found, placed)
     if config.unsigned:
         choose_unsigned(flow)
+    if config.output_weight_bits is not None:
+        skipped += widen_outputs(found, placed, config.output_weight_bits)
     shared, apart = share_quantizers(model, flow)
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):

@@ -39,7 +39,7 @@ GROUPS = {
     ),
     "precision": (
         "target", "march", "cpu", "quantize_head", "quantize_first_layer", "exclude", "plan",
-        "weight_bits", "unsigned", "fold", "integers", "backend",
+        "weight_bits", "output_weight_bits", "unsigned", "fold", "integers", "backend",
     ),
     "measurement": (
         "metric", "output", "precisions", "estimate", "alone_only", "budget", "plan_rounds",

@@ -92,6 +92,8 @@ class PtqOptions(TargetOptions):
         plan: Precision of each layer: the plan.json of `sensitivity --budget`. Default: int8 for
             every layer.
         weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
+        output_weight_bits: Bits of the weights of the layers that compute the outputs of a
+            quantized head, 4 to 8. Fewer cost most of the accuracy that --weight-bits 4 costs.
         unsigned: Integers 0 to 255, with half the step, for maps that are never negative, as behind
             ReLU. For the simulator and files for onnxruntime and openvino.
         rounding: Rounding of weights. nearest: each by itself. gptq: minimizes the error of each
@@ -107,6 +109,7 @@ class PtqOptions(TargetOptions):
     quantize_first_layer: bool = False
     plan: Path | None = None
     weight_bits: int = 8
+    output_weight_bits: int = 8
     unsigned: bool = False
     rounding: Rounding = "nearest"
     bias_correction: bool = False
@@ -148,13 +151,15 @@ class PtqConfig(PtqOptions):
         Raises:
             InputError: Names the options.
         """
-        if not 4 <= self.weight_bits <= 8:
-            raise InputError(f"--weight-bits {self.weight_bits}: weights have 4 to 8 bits")
-        if self.plan is not None and self.weight_bits != 8:
-            raise InputError(
-                f"--weight-bits {self.weight_bits} with --plan {self.plan}: the plan says the bits "
-                "of each layer; leave one of the two out"
-            )
+        for option in ("weight-bits", "output-weight-bits"):
+            bits = getattr(self, option.replace("-", "_"))
+            if not 4 <= bits <= 8:
+                raise InputError(f"--{option} {bits}: weights have 4 to 8 bits")
+            if self.plan is not None and bits != 8:
+                raise InputError(
+                    f"--{option} {bits} with --plan {self.plan}: the plan says the bits of each "
+                    "layer; leave one of the two out"
+                )
         unknown = unknown_name(Rounding, self.rounding)
         if unknown:
             raise InputError(f"--rounding {unknown}")

@@ -50,6 +50,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     quantize_head: bool = False
     quantize_first_layer: bool = True  # runs from before did, and did not say so
     weight_bits: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8
+    output_weight_bits: int | None = None  # of runs from before: weight_bits
     unsigned: bool = False
     rounding: str = "nearest"
     bias_correction: bool = False
@@ -70,6 +71,10 @@ class RunSettings(msgspec.Struct, kw_only=True):
     exports: str | None = None
     qat: dict[str, Any] | None = None
     written: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.output_weight_bits is None:
+            self.output_weight_bits = self.weight_bits
 
     @property
     def for_bpu(self) -> bool:
