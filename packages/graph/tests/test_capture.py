@@ -671,6 +671,26 @@ def test_a_share_of_the_rows_stays_open() -> None:
     assert "int" not in globals()
 
 
+class SharesOfSamples(nn.Module):
+    def forward(self, x: Tensor, sample: Tensor) -> Tensor:
+        best = []
+        for index in range(sample.max() + 1):  # type: ignore[call-overload]
+            rows = x[sample == index]
+            count = (sample == index).sum()
+            best.append(rows[rows.mean(1).topk(int(count * 0.4)).indices])
+        cells = torch.arange(len(x)) // 2
+        sums = torch.zeros(int(cells.max()) + 1, x.shape[1]).index_add_(0, cells, x)
+        return torch.cat([*best, sums])
+
+
+def test_a_share_of_the_rows_stays_open_in_a_loop_over_samples() -> None:
+    graph = capture(SharesOfSamples().eval(), (torch.randn(10, 4), torch.arange(10) // 5))
+    assert graph.decided
+    graph.check((torch.randn(24, 4), torch.arange(24) // 12))
+    with pytest.raises(ValueError, match="SharesOfSamples"):
+        graph.replay(torch.randn(24, 4), torch.arange(24) // 8)
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

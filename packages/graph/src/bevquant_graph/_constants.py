@@ -104,6 +104,10 @@ class Constants(TorchFunctionMode):
         self._inputs = set(map(id, given))
         return [_aten.alias(v) if self._reshapes and isinstance(v, Tensor) else v for v in given]
 
+    def has(self, value: Any) -> bool:
+        """Whether a value of the forward is a constant tensor."""
+        return id(value) in self._known
+
     def withdraw(self) -> None:
         """Answer no question about the model's tensors from now on."""
         self._real.clear()

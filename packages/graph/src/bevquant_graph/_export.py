@@ -112,7 +112,7 @@ def exported(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
-        stack.enter_context(open_lengths(model, shares))
+        stack.enter_context(open_lengths(model, shares, constants.has))
         stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", nothing))
         stack.enter_context(elementwise_shapes())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ._faults import is_authors
 from ._operators import OPERATORS
@@ -168,7 +168,9 @@ _Scope = dict[str, Any]
 
 
 @contextmanager
-def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
+def open_lengths(
+    model: nn.Module, shares: list[_Scope], is_constant: Callable[[Any], bool]
+) -> Iterator[None]:
     """Let the code around a model's forwards count rows as ``x.shape[0]`` does.
 
     Python requires a plain integer from ``len``. This fixes the number of voxels to the example's,
@@ -176,7 +178,8 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     during a capture, in the packages of the model's classes and in files outside of libraries.
     ``int`` is a class with other uses, and is replaced only in the modules of `shares`. If another
     module takes a share of a number of rows, or ``int(mask.sum() * share)``, its name is added to
-    `shares`, and the run ends with an error: the caller repeats it.
+    `shares`, and the run ends with an error: the caller repeats it. A tensor that
+    `is_constant` holds a number of the model's own.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
@@ -193,11 +196,9 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
             own = get_ident() == thread and _takes_integers(frame)
             if not (own and _is_share(number)):
                 return convert(number)
-            try:
-                if isinstance(number, Tensor):
-                    return convert(number)  # which the model itself holds
-            except GuardOnDataDependentSymNode:
-                pass
+            # Beside a decision by values torch knows the example's number, and would take it.
+            if is_constant(number):
+                return convert(number)
             shares.append(frame.f_globals)
             raise ValueError("int(…) takes a share of an open number")
 
