@@ -107,6 +107,7 @@ def _status(kind: str) -> BackendStatus:
     """What was found; one thread tries a backend, others wait for it."""
     if kind not in _known:
         with _trying:
+            # Another thread may have tried it meanwhile.
             if kind not in _known:
                 _known[kind] = _tried(kind)
     return _known[kind]

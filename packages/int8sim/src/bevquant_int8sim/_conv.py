@@ -72,6 +72,7 @@ def int8_linear(
     settings = make_output(multiplier, weight.shape[0], name=name, **output)
     count = math.prod(x.shape[:-1])
     rows = x.reshape(1, count, x.shape[-1]).movedim(-1, 1)
+    # Rows are pixels of one axis, under a kernel of one element.
     axis = Axis(count, count, count, 0, 1, 0, 1, (0,), (0,))
     by_group = weight.t()[None, None]
     out = run_dense(rows, weight, by_group, bias, [(axis,)], (1,), settings, backend, name)

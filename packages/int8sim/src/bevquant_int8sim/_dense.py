@@ -55,23 +55,10 @@ def run_dense(
     name: str,
     memo: Memo | None = None,
 ) -> Tensor:
-    """Convolve checked operands.
+    """Convolve checked operands ``[batch, channels, *grid]``.
 
-    Args:
-        x: int8 or int16 ``[batch, channels, *grid]``.
-        owner: The weight as the caller holds it; what is made of it is kept as long as it lives.
-        weight: The same, ``[groups, volume, in channels, out channels]``.
-        bias: int32 or ``None``.
-        phases: The axes of each part of the outputs.
-        kernel: Kernel extents, row-major volume.
-        output: What becomes of the accumulators.
-        backend: As the caller was asked for.
-        name: The layer that a message names.
-        memo: Where to keep what depends on nothing but shapes.
-
-    Raises:
-        ValueError: The backend cannot run.
-        AccumulatorOverflowError: A sum leaves int32.
+    `weight` is `owner` as ``[groups, volume, in channels, out channels]``; what is made of it is
+    kept as long as `owner` lives. `memo` keeps what depends on nothing but shapes.
     """
     chosen = choose_backend(backend, x.device, x.dtype, name)
     if 0 in (*x.shape, *weight.shape):
@@ -89,6 +76,7 @@ def run_dense(
         if x.dtype == torch.int16:
             chosen += "16"
         prepared = prepare(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
+        # By values, sums fit for this frame alone.
         if memo is not None and safe:
             memo.keep(prepared)
         return prepared(x, output.addend)

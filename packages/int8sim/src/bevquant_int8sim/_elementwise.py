@@ -94,24 +94,17 @@ def rounded_sum(
     arithmetic: str = "float64",
     name: str,
 ) -> Tensor:
-    """``round(Σ q_i · M_i)``, rounded once and not clamped.
+    """``round(Σ q_i · M_i)`` of operands of at most 32 bits, rounded once and not clamped.
 
-    In fixed point all multipliers become mantissas over one power of two, the largest's with 31
-    bits, or with as many as leave the sum of int32 accumulators within int64.
-
-    Args:
-        operands: Integers of one shape, of at most 32 bits.
-        factors: Of each operand, float64: one number or one per entry of `axis`.
-        axis: Axis of the channels.
-        rounding: As of `quantize`.
-        arithmetic: As of `requantize`.
-        name: The layer that a message names.
+    Factors are float64: one number each, or one per entry of `axis`.
     """
     if check_arithmetic(arithmetic, f"{name}: arithmetic") == "float64":
         total = operands[0].double() * along_axis(factors[0], operands[0], axis, name)
         for operand, factor in zip(operands[1:], factors[1:], strict=True):
             total = total + operand.double() * along_axis(factor, operand, axis, name)
         return round_float(total, rounding)
+    # All multipliers become mantissas over one power of two, the largest's with 31 bits, or with as
+    # many as leave the sum of int32 accumulators within int64.
     wide = any(operand.itemsize > 2 for operand in operands)
     bits = 31 - (len(operands) - 1).bit_length() if wide else 31
     largest = functools.reduce(torch.maximum, factors)

@@ -37,11 +37,7 @@ class Axis:
 def conv_axis(
     size: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, what: str
 ) -> Axis:
-    """A convolution (or pooling): output o sees ``o·stride − padding[0] + k·dilation``.
-
-    Raises:
-        ValueError: The kernel does not fit into the padded input.
-    """
+    """A convolution (or pooling): output o sees ``o·stride − padding[0] + k·dilation``."""
     count = (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
     if count < 1:
         raise ValueError(
@@ -60,9 +56,6 @@ def transposed_axis(
     The outputs fall into `stride` phases; those of one phase see the same kernel elements at the
     same distances, as in a convolution with stride 1. An element that no output of a phase sees is
     left out; a phase that sees none has empty `taps`.
-
-    Raises:
-        ValueError: There would be no output.
     """
     out_size = transposed_size(size, kernel, stride, padding, output_padding, dilation)
     if out_size < 1:
@@ -84,22 +77,14 @@ def transposed_size(
 
 
 def check_outputs(sizes: Iterable[int], what: str) -> None:
-    """Refuse more outputs than a pixel's number, an int32, can tell apart.
-
-    Raises:
-        ValueError: There are 2³¹ or more.
-    """
+    """Refuse more outputs than a pixel's number, an int32, can tell apart."""
     sizes = tuple(sizes)
     if min(sizes) > 0 and math.prod(sizes) >= 2**31:
         raise ValueError(f"{what}: outputs of {sizes} pixels, of which there may be 2**31 - 1")
 
 
 def per_axis(value: int | Sequence[int], ndim: int, what: str, minimum: int) -> tuple[int, ...]:
-    """One integer for every axis, from one or a sequence of them.
-
-    Raises:
-        ValueError: A wrong number of entries, or one below `minimum`.
-    """
+    """One integer for every axis, from one or a sequence of them."""
     values = _integers((value,) * ndim if isinstance(value, int) else value)
     if values is None or len(values) != ndim or min(values) < minimum or max(values) > _MOST:
         raise ValueError(
@@ -112,11 +97,7 @@ def per_axis(value: int | Sequence[int], ndim: int, what: str, minimum: int) -> 
 def per_side(
     value: int | Sequence[int] | Sequence[Sequence[int]], ndim: int, what: str
 ) -> tuple[tuple[int, int], ...]:
-    """Padding before and behind every axis, from one integer, one per axis, or one pair per axis.
-
-    Raises:
-        ValueError: Something else, or a negative padding.
-    """
+    """Padding on both sides of every axis, from one integer, or one or a pair per axis."""
     sides = value if isinstance(value, list | tuple) else (value,) * ndim
     pairs = [_integers((v, v) if isinstance(v, int) else v) or () for v in sides]
     if len(pairs) != ndim or any(len(p) != 2 or min(p) < 0 or max(p) > _MOST for p in pairs):
@@ -140,22 +121,19 @@ def _integers(values: Any) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Pixel numbers of one phase of a convolution over a batch.
+    """Pixel numbers of one phase of a convolution over a batch."""
 
-    Attributes:
-        in_rows: int64 ``[outputs]``: the pixel at the distance 0, which may lie outside.
-        out_rows: int64 ``[outputs]``: the pixel of the output.
-        whole: bool ``[outputs]``: every kernel element sees a pixel, as many as asked for follow.
-        deltas: int64 ``[offsets]``: distance to the pixel that each kernel element sees.
-        neighbours: int32 ``[outputs that are not whole, offsets]``: the pixels seen, −1 for none.
-        taps: int64 ``[offsets]``: number of the kernel element, row-major over its axes.
-    """
-
+    # int64 ``[outputs]``: the pixel at the distance 0, which may lie outside.
     in_rows: npt.NDArray[np.int64]
+    # int64 ``[outputs]``: the pixel of the output.
     out_rows: npt.NDArray[np.int64]
+    # bool ``[outputs]``: every kernel element sees a pixel, as many as asked for follow.
     whole: npt.NDArray[np.bool_]
+    # int64 ``[offsets]``: distance to the pixel that each kernel element sees.
     deltas: npt.NDArray[np.int64]
+    # int32 ``[outputs that are not whole, offsets]``: the pixels seen, −1 for none.
     neighbours: npt.NDArray[np.int32]
+    # int64 ``[offsets]``: number of the kernel element, row-major over its axes.
     taps: npt.NDArray[np.int64]
 
 

@@ -24,13 +24,7 @@ _WORDS = torch.int64, torch.int32, torch.int16, torch.int8
 
 
 def exact_matmul(a: Tensor, b: Tensor, *, fits_int32: bool) -> Tensor:
-    """``a @ b``, as int32 where that is known to hold every sum, else as int64.
-
-    Args:
-        a: int8 or int16 ``[rows, depth]``.
-        b: int8 ``[depth, columns]``.
-        fits_int32: Whether a bound shows that no sum leaves int32.
-    """
+    """``a @ b``, as int32 where a bound shows that it holds every sum, else as int64."""
     if 0 in (*a.shape, *b.shape):
         return torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32, device=a.device)
     if not fits_int32:
@@ -49,13 +43,11 @@ def exact_matmul(a: Tensor, b: Tensor, *, fits_int32: bool) -> Tensor:
 
 @functools.cache
 def matmul_method(device_type: str, dtype: str) -> str:
-    """``"int_mm"`` where it is exact on this device, else float32 in parts; float64 for int16.
-
-    ``torch._int_mm`` adds products in 16 bits on x86 CPUs without VNNI, silently; it is trusted
-    after it has multiplied saturating operands right.
-    """
+    """``"int_mm"`` where it is exact on this device, else float32 in parts; float64 for int16."""
     if dtype != "torch.int8":
         return "float64"
+    # ``torch._int_mm`` adds products in 16 bits on x86 CPUs without VNNI, silently; it is trusted
+    # after it has multiplied saturating operands right.
     return "int_mm" if _int_mm_is_exact(device_type) else "float32"
 
 
@@ -74,11 +66,9 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, rows: Tensor) -> Tensor:
-    """``x[rows]`` of a contiguous matrix.
-
-    On CUDA ``index_select`` gives each row a block of threads, however short the row is: of rows of
-    16 to 128 bytes, `taken_by_words` gathers four to twenty times as many a second on an H200.
-    """
+    """``x[rows]`` of a contiguous matrix."""
+    # On CUDA ``index_select`` gives each row a block of threads, however short the row is: of rows
+    # of 16 to 128 bytes, words are gathered four to twenty times as fast on an H200.
     wide = x.shape[1] * x.element_size() >= _ROW_BYTES
     return taken_by_words(x, rows) if x.is_cuda and wide else x.index_select(0, rows)
 

@@ -111,12 +111,7 @@ def make_output(
     name: str,
     **unknown: Any,
 ) -> Output:
-    """Check the settings of a layer with that many output channels.
-
-    Raises:
-        TypeError: A setting is `unknown`.
-        ValueError: A setting is unknown, or the multiplier is unusable or does not fit `channels`.
-    """
+    """Check the settings of a layer with that many output channels."""
     if unknown:
         raise TypeError(f"{name}: unknown arguments {', '.join(sorted(unknown))}")
     check_rounding(rounding, f"{name}: rounding")
@@ -142,12 +137,7 @@ def make_output(
 def with_addend(
     output: Output, addend: Tensor, multiplier: float, shape: tuple[int, ...], device: torch.device
 ) -> Output:
-    """The same output with a tensor added before it is rounded.
-
-    Raises:
-        TypeError: `addend` is not int8.
-        ValueError: It does not have the output's shape, or the output is not plainly requantized.
-    """
+    """The same output with a tensor added before it is rounded."""
     name = output.name
     check_integer_tensor(name, "addend", addend, (torch.int8,))
     if tuple(addend.shape) != shape or addend.device != device:

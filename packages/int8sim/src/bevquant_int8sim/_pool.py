@@ -288,6 +288,7 @@ class _Windows:
         for size, k, s, p, d in axes:
             room = size + 2 * p - d * (k - 1) - 1
             count = (-(-room // s) if ceil_mode else room // s) + 1
+            # As in torch, no window begins in the padding behind.
             if ceil_mode and (count - 1) * s >= size + p:
                 count -= 1
             if count < 1:

@@ -24,15 +24,14 @@ def round_float(values: Tensor, rounding: str) -> Tensor:
     """Round float64 values to integers, still as float64.
 
     ``half_even``: 0.5 → 0, 1.5 → 2, −2.5 → −2. ``half_up``: ⌊v + ½⌋ of the exact sum, 0.5 → 1,
-    −0.5 → 0, −2.5 → −2. ``half_away``: away from zero, as C's ``round``, −2.5 → −3. A float64
-    ``v + 0.5`` would itself be rounded, up to 1 for the largest float below one half; so the
-    fraction is compared instead.
+    −0.5 → 0, −2.5 → −2. ``half_away``: away from zero, as C's ``round``, −2.5 → −3.
     """
     if check_rounding(rounding) == "half_even":
         return torch.round(values)
     if rounding == "half_away":
         whole = torch.trunc(values)
         return whole + ((values - whole).abs() >= 0.5) * values.sign()
+    # A float64 v + 0.5 would itself be rounded, up to 1 for the largest float below one half.
     floor = torch.floor(values)
     return floor + (values - floor >= 0.5).to(values.dtype)
 
@@ -89,6 +88,7 @@ def fixed_point_multiplier(
     fraction, exponent = torch.frexp(values)  # fraction in [½, 1)
     mantissa = torch.floor(fraction * 2.0**bits + 0.5).to(torch.int64)
     exponent = exponent.to(torch.int64)
+    # Rounded up to 2^bits, a mantissa has one bit too many.
     carry = mantissa == 2**bits
     mantissa, exponent = torch.where(carry, mantissa >> 1, mantissa), exponent + carry
     shift = bits - exponent

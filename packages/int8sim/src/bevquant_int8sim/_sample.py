@@ -211,9 +211,12 @@ def attention_sums(
         first = (head + start * heads).expand(-1, queries, -1).flatten()
         for point in range(points):
             place = places[:, :, :, level, point].double()
+            # Further out there is no pixel either.
             at = [(place[..., 1 - axis] * size - 0.5).clamp(-1, size).flatten()
                   for axis, size in enumerate((h, w))]  # fmt: skip
             sums = _sums(flat, first, at, (h, w), (w * heads, heads))
+            # Rounded to 16 bits first, so that the weighted sum stays inside int32
+            # (`_LARGEST_WEIGHTS`).
             total += _shifted(sums, _WORD) * fixed[:, :, :, level, point].reshape(-1, 1)
     return total.view(batch, queries, heads * depth), 2 * _BITS - _WORD + _WEIGHT_BITS
 
@@ -320,11 +323,6 @@ def sampling_error(op: str, args: Sequence[Tensor], mode: str = "bilinear") -> f
     A position is off by 2⁻¹³ pixels, and by size·2⁻²² in float32. Each axis turns that into as many
     differences of pixels. A volume adds the rounding of its planes (2⁻¹³), attention those of
     samples (2⁻⁹) and weights (2⁻¹⁵ each).
-
-    Args:
-        op: ``"grid_sample"`` or ``"deformable_attention"``.
-        args: Operands of `int8_grid_sample` or `int8_deformable_attention`.
-        mode: Of a grid.
     """
     x = args[0]
     if op == "grid_sample":
@@ -346,13 +344,7 @@ def sampling_error(op: str, args: Sequence[Tensor], mode: str = "bilinear") -> f
 
 
 def exact_samples(op: str, args: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """The same samples in float64, in steps of the sampled integers.
-
-    Args:
-        op: As of `sampling_error`.
-        args: As of `sampling_error`.
-        settings: ``mode``, ``padding_mode`` and ``align_corners`` of a grid.
-    """
+    """The same samples in float64, in steps of the sampled integers."""
     x, *places = (t.double() if t.is_floating_point() or t is args[0] else t for t in args)
     if op == "grid_sample":
         return functional.grid_sample(x, places[0], **settings)
@@ -364,15 +356,8 @@ def _sums(
 ) -> Tensor:
     """Σ q·w over the pixels around each position, int32 ``[positions, channels]``.
 
-    Rows of pixels are gathered whole, corner by corner; weights of pixels outside are 0. Partial
-    sums stay inside int32 in any order, for all weights are positive.
-
-    Args:
-        rows: Integers ``[pixels, channels]``, contiguous.
-        first: Row of each position's first pixel, int64 ``[positions]``.
-        at: Position along each axis, float64 ``[positions]``, from −1 to the axis' size.
-        sizes: Of the axes.
-        steps: Rows from a pixel to the next one along each axis.
+    `first` is the row of each position's first pixel; `at` are positions along each axis, from −1
+    to the axis' size, and `steps` the rows from a pixel to the next one along each axis.
     """
     made = torch.empty(len(first), rows.shape[1], dtype=torch.int32, device=rows.device)
     few = max(1, _AT_ONCE // max(rows.shape[1], 1))
@@ -383,6 +368,7 @@ def _sums(
             fixed = torch.round(place[part] * 2**_BITS).long()
             low = fixed >> _BITS
             share = fixed - (low << _BITS)
+            # A pixel outside of the map is any pixel inside, with weight 0.
             ends.append([
                 (pixel.clamp(0, size - 1) * step, weight * ((pixel >= 0) & (pixel < size)))
                 for pixel, weight in ((low, 2**_BITS - share), (low + 1, share))

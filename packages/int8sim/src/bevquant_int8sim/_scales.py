@@ -32,10 +32,7 @@ def sums_of_sizes(weight: Tensor, channel_axis: int) -> Tensor:
 def largest_sum(sums: Tensor, bias: Tensor | None, largest_input: int) -> int:
     """Bound every accumulator of a layer, partial sums too: max_c (Σ|w_c|·max|x| + |b_c|).
 
-    Args:
-        sums: Σ|w_c| of `sums_of_sizes`.
-        bias: Integers ``[out_channels]`` or ``None``.
-        largest_input: max|x|, from the data or from its type.
+    `sums` are Σ|w_c| of `sums_of_sizes`; `largest_input` is max|x|, from the data or from its type.
     """
     total = sums * largest_input
     if bias is not None:
@@ -62,17 +59,7 @@ def fits_by_values(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
 def check_accumulators(
     acc: Tensor, name: str, channel_axis: int = -1, remedy: str = _REMEDY
 ) -> None:
-    """Refuse exact sums (int64, or whole float64) that leave int32.
-
-    Args:
-        acc: The sums.
-        name: The layer that a message names.
-        channel_axis: Axis of the output channels.
-        remedy: What the message tells to do.
-
-    Raises:
-        AccumulatorOverflowError: The message names the layer, the channel and the bits needed.
-    """
+    """Refuse exact sums (int64, or whole float64) that leave int32."""
     outside = (acc >= _LIMIT) | (acc < -_LIMIT)
     if not bool(outside.any()):
         return
@@ -91,11 +78,7 @@ _HOLDING = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
 def integer_range(bits: int, narrow_range: bool = False, what: str = "bits") -> tuple[int, int]:
-    """Smallest and largest signed integer of `bits` bits; `narrow_range` leaves out the smallest.
-
-    Raises:
-        ValueError: `bits` is no integer within 2…32; `what` is what the message calls it.
-    """
+    """Smallest and largest signed integer of `bits` bits; narrow ones leave out the smallest."""
     if not isinstance(bits, int) or not 2 <= bits <= 32:
         raise ValueError(
             f"{what}={bits}: expected an integer from 2 to 32 (8, 16 and 32 are what chips compute "
@@ -113,11 +96,7 @@ def holding_dtype(bits: int) -> torch.dtype:
 def check_integer_tensor(
     name: str, what: str, value: Any, allowed: tuple[torch.dtype, ...]
 ) -> torch.Tensor:
-    """Return `value` as a tensor of one of the integer types `allowed`.
-
-    Raises:
-        TypeError: It is no tensor, or of another type; `name` is the layer that the message names.
-    """
+    """Return `value` as a tensor of one of the integer types `allowed`."""
     is_tensor = isinstance(value, torch.Tensor)
     if not isinstance(value, torch.Tensor) or value.dtype not in allowed:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -133,13 +112,7 @@ _SMALLEST = 2.0**-126  # the smallest normal float32: chips flush what lies belo
 
 
 def checked_scale(scale: Tensor | float, what: str) -> Tensor:
-    """`scale` as float64 with none or one axis.
-
-    Raises:
-        TypeError: It is no number and no tensor of real ones.
-        ValueError: It is empty, has two axes or more, or an entry is NaN, infinite, zero, smaller
-            than the smallest normal float32, or negative.
-    """
+    """`scale` as float64 with none or one axis."""
     if not isinstance(scale, Tensor):
         try:  # a Python float would become float32
             scale = torch.as_tensor(scale, dtype=torch.float64)
@@ -169,12 +142,7 @@ def checked_scale(scale: Tensor | float, what: str) -> Tensor:
 
 
 def single_scale(scale: Tensor | float, what: str) -> float:
-    """One positive number.
-
-    Raises:
-        TypeError: As `checked_scale`.
-        ValueError: As `checked_scale`, or there are several.
-    """
+    """One positive number."""
     values = checked_scale(scale, what)
     if values.numel() != 1:
         raise ValueError(f"{what}: expected one number, got {values.numel()}, one per channel")
@@ -182,11 +150,7 @@ def single_scale(scale: Tensor | float, what: str) -> float:
 
 
 def along_axis(values: Tensor, like: Tensor, axis: int, what: str) -> Tensor:
-    """`values` shaped to broadcast along `axis` of `like`; a single number fits every shape.
-
-    Raises:
-        ValueError: `axis` does not exist, or its length is not that of `values`.
-    """
+    """`values` shaped to broadcast along `axis` of `like`; a single number fits every shape."""
     values = values.to(like.device)
     if values.dim() == 0:
         return values

@@ -133,6 +133,7 @@ def int8_sparse_conv(
     fits = safe or fits_by_values(features, sums, bias)
     if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, channels):
         layer = _compiled(weight, bias, rulebook, layout, output, features.dtype, chosen)
+        # By values, sums fit for this frame alone.
         if safe:
             memo.keep(layer)
         return layer(features, rulebook, residual)

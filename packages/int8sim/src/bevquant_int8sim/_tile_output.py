@@ -19,36 +19,29 @@ class Residual:
     """A tensor to add after requantization: ``q = clamp(round((q + other)·scale))``.
 
     Or `at_once`, before anything is rounded: ``q = clamp(round(acc·multiplier + other·scale))``.
-
-    Attributes:
-        rows: int8 ``[rows, columns]``, a row for each output row.
-        scale: The operands' scale over that of the sum; of `other` alone where it is `at_once`.
-        low: Lower clamp of the sum; 0 for a ReLU behind it.
-        high: Upper clamp of the sum.
-        at_once: Whether the sum is rounded once.
     """
 
+    # int8 ``[rows, columns]``, a row for each output row.
     rows: npt.NDArray[Any]
+    # The operands' scale over that of the sum; of `other` alone where it is `at_once`.
     scale: float
+    # Lower clamp of the sum; 0 for a ReLU behind it.
     low: int
+    # Upper clamp of the sum.
     high: int
+    # Whether the sum is rounded once.
     at_once: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Requantization:
-    """``clamp(rint(acc · multiplier))`` in float64, half to even.
-
-    Attributes:
-        multiplier: float64 ``[padded output channels]``.
-        low: Lower clamp; 0 for a ReLU.
-        high: Upper clamp.
-        residual: Added behind it, or ``None``.
-    """
+    """``clamp(rint(acc · multiplier))`` in float64, half to even."""
 
     multiplier: npt.NDArray[np.float64]
+    # Lower clamp; 0 for a ReLU.
     low: int
     high: int
+    # Added behind it, or ``None``.
     residual: Residual | None = None
 
     def limits(self) -> npt.NDArray[np.float64]:

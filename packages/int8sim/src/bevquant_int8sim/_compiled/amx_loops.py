@@ -62,18 +62,14 @@ _Parameters = dict[P, Any]
 
 @dataclass(frozen=True)
 class _Tile:
-    """What a tile of output rows multiplies.
+    """What a tile of output rows multiplies."""
 
-    Attributes:
-        entries: Number of entries: of kernel offsets that some row sees.
-        offset: Entry → kernel offset.
-        sources: Entry, half → addresses of the input rows of the first or the last 16 rows.
-        side_by_side: Whether an entry's input rows follow each other in memory.
-    """
-
+    # Number of entries: of kernel offsets that some row sees.
     entries: Any
     offset: Callable[[Any], Any]
+    # Entry, half → addresses of the input rows of the first or the last 16 rows.
     sources: Callable[[Any, int], Any]
+    # Whether an entry's input rows follow each other in memory.
     side_by_side: Any
 
 

@@ -22,25 +22,20 @@ _LINE = 64  # bytes of a cache line, at which each value begins
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A convolution of a chain.
+    """A convolution of a chain."""
 
-    Attributes:
-        convolution: Made ready for its inputs.
-        reads: Number of the value that it convolves, and of the one that it adds, if any. The
-            values that a chain is given come first, then what each link makes.
-    """
-
+    # Made ready for its inputs.
     convolution: Convolution
+    # Number of the value that it convolves, and of the one that it adds, if any. The values that a
+    # chain is given come first, then what each link makes.
     reads: tuple[int, ...]
 
 
 class Chain:
     """Convolutions that follow each other.
 
-    Args:
-        links: In order.
-        given: How many values it is given.
-        kept: Numbers of the values that are returned, in order.
+    The values that it is given come first, then what each link makes; `kept` are returned, in
+    order.
     """
 
     def __init__(self, links: Sequence[Link], given: int, kept: Collection[int]) -> None:
@@ -108,9 +103,7 @@ def _bytes(convolution: Convolution) -> int:
 def lie_well(convolution: Convolution, made: Sequence[bool]) -> bool:
     """Whether it reads where they lie what the links before it made.
 
-    Args:
-        convolution: The next link.
-        made: Of each value that it reads, whether a link makes it. One that is given may be copied
-            before the first link begins.
+    `made` says of each value that the next link reads whether a link makes it. One that is given
+    may be copied before the first link begins.
     """
     return all(rows.own or not inside for rows, inside in zip(convolution.rows, made, strict=True))

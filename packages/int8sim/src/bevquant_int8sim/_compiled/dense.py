@@ -48,16 +48,10 @@ def prepare(
 ) -> Convolution:
     """What convolves ``[batch, channels, *grid]``; the result is channels-last in memory.
 
-    Args:
-        x: int8, or int16 with ``"portable16"``; only its shape and layout matter.
-        owner: The tensor that packed weights are kept with, and which view of it this is.
-        shape: ``[groups, volume, in channels, out channels]``, both of one group.
-        make: The int8 weight of that shape; called once, and only where it is not packed yet.
-        bias: int32 ``[all out channels]`` or ``None``.
-        phases: The axes of each part of the outputs.
-        kernel: Kernel extents, row-major volume.
-        output: What becomes of the accumulators.
-        kind: ``"vnni"``, ``"portable"`` or ``"portable16"``.
+    Of `x` only shape, layout and type matter: int8, or int16 with ``"portable16"``. `make` gives
+    the int8 weight of `shape`, ``[groups, volume, in channels, out channels]``, and is called once,
+    where `owner` (the tensor that packed weights are kept with, and a view of it) has none packed
+    yet.
     """
     groups, _, in_channels, out_channels = shape
     make = functools.cache(make)
@@ -141,24 +135,20 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Convolution:
-    """A convolution laid out for inputs of one shape and layout.
+    """A convolution laid out for inputs of one shape and layout."""
 
-    Attributes:
-        calls: On the input's rows, the result and the addend's rows.
-        source: Finds the input's pixels.
-        added: Finds the addend's, or ``None``.
-        memory: Shape and type of what is written: rows of pixels.
-        shape: ``[batch, channels, *grid]`` of the result.
-        strides: Its strides in that memory.
-        output: What is still to be done with accumulators.
-    """
-
+    # On the input's rows, the result and the addend's rows.
     calls: RepeatedCalls
     source: Rows
+    # Finds the addend's, or ``None``.
     added: Rows | None
+    # Shape and type of what is written: rows of pixels.
     memory: tuple[tuple[int, int], Any]
+    # ``[batch, channels, *grid]`` of the result.
     shape: tuple[int, ...]
+    # Its strides in that memory.
     strides: tuple[int, ...]
+    # What is still to be done with accumulators.
     output: Output | None
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -188,16 +178,12 @@ class Convolution:
 
 @dataclass(frozen=True)
 class _Line:
-    """Kernel elements that see pixels in a row, taken as one with the channels of them all.
-
-    Attributes:
-        taps: How many these are.
-        pixel: Channels of a pixel in memory.
-        channels: What is read from the first one on; weights of zero meet what lies behind.
-    """
+    """Kernel elements that see pixels in a row, taken as one with the channels of them all."""
 
     taps: int
+    # Channels of a pixel in memory.
     pixel: int
+    # What is read from the first one on; weights of zero meet what lies behind.
     channels: int
 
     @property

@@ -96,13 +96,7 @@ def emit_epilogue(
 
 
 class _Form:
-    """The arithmetic in one float type: 16 accumulators to 16 bytes.
-
-    Args:
-        builder: Where the code goes.
-        p: The parameters.
-        numbers: LIMITS, float64.
-    """
+    """The arithmetic in one float type: 16 accumulators to 16 bytes."""
 
     floats: Any
     multiplier: P

@@ -17,18 +17,14 @@ from bevquant_int8sim._tile_output import Requantization
 
 @dataclass(frozen=True, eq=False)
 class GridPlan:
-    """Which pixels of an input meet which outputs.
-
-    Attributes:
-        tile_rows: Outputs of a tile.
-        in_rows: int32 ``[tiles · tile_rows]``: the input pixel at the distance 0 from output o.
-        out_rows: int32, as `in_rows`: row of the output, −1 behind the last.
-        deltas: int64 ``[volume]``: pixels from there to the one that each offset sees.
-    """
+    """Which pixels of an input meet which outputs."""
 
     tile_rows: int
+    # int32 ``[tiles · tile_rows]``: the input pixel at the distance 0 from output o.
     in_rows: npt.NDArray[np.int32]
+    # Int32, as `in_rows`: row of the output, −1 behind the last.
     out_rows: npt.NDArray[np.int32]
+    # int64 ``[volume]``: pixels from there to the one that each offset sees.
     deltas: npt.NDArray[np.int64]
 
 

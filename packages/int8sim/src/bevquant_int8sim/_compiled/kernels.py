@@ -39,11 +39,8 @@ def tile_rows(vectors: int) -> int:
 def kernel(kind: str, job: str, rows: int, vectors: int) -> Any:
     """The C function ``void(first tile, last tile + 1, address of the parameters)``.
 
-    Args:
-        kind: ``"amx"``, ``"vnni"``, ``"portable"`` or ``"portable16"``.
-        job: ``"sparse"`` or ``"grid"``.
-        rows: Rows of a tile.
-        vectors: Vectors of 16 output channels of a tile; AMX has one kernel for any number.
+    `kind` is ``"amx"``, ``"vnni"``, ``"portable"`` or ``"portable16"``, `job` ``"sparse"`` or
+    ``"grid"``; AMX has one kernel for any number of vectors.
     """
     if kind == "amx":
         return compile_loop(f"{job}_amx", _AMX_LOOPS[job]())

@@ -32,18 +32,14 @@ Work = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Parts of some works, as `task_board.drain` takes them.
+    """Parts of some works, as `task_board.drain` takes them."""
 
-    Attributes:
-        rows: Kernel, first tile, last tile + 1, where the parameters lie.
-        stops: The row before which each stage of works ends.
-        address: Of the rows.
-        alone: Whether they are too small for a second thread.
-    """
-
+    # Kernel, first tile, last tile + 1, where the parameters lie.
     rows: npt.NDArray[np.int64]
+    # The row before which each stage of works ends.
     stops: npt.NDArray[np.int64]
     address: int
+    # Whether they are too small for a second thread.
     alone: bool
 
     def run(self, base: int = 0) -> None:
@@ -83,22 +79,16 @@ _WORTH_SHARING = 4_000_000  # products below which another thread costs more tha
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A kernel, its parameters, and how much there is to do.
+    """A kernel, its parameters, and how much there is to do."""
 
-    Attributes:
-        kernel: Address of the kernel, a C function ``void(first tile, last tile + 1, parameters)``.
-        parameters: int64, by `P`.
-        tiles: Number of tiles.
-        products: Multiplications in all.
-        held: What the parameters point to, but for
-        arrays: Inputs, outputs and what is added.
-    """
-
+    # Address of the kernel, a C function ``void(first tile, last tile + 1, parameters)``.
     kernel: int
     parameters: npt.NDArray[np.int64]
     tiles: int
     products: int
+    # What the parameters point to, but for
     held: tuple[Any, ...]
+    # Inputs, outputs and what is added.
     arrays: tuple[Any, ...]
 
     def work(self, place: int) -> Work:
@@ -108,20 +98,14 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A call of a layer's kernel for a group of output channels, without its inputs and outputs.
-
-    Attributes:
-        kernel: As of a `Call`.
-        parameters: int64, by `P`; those of inputs and outputs are 0.
-        first: First output channel.
-        products: Of an input row.
-        held: What the parameters point to.
-    """
+    """A call of a layer's kernel for a group of output channels, without its inputs and outputs."""
 
     kernel: int
+    # Int64, by `P`; those of inputs and outputs are 0.
     parameters: npt.NDArray[np.int64]
     first: int
     products: int
+    # What the parameters point to.
     held: tuple[Any, ...]
 
     def on(
@@ -152,11 +136,7 @@ def layer_calls(
 ) -> list[LayerCall]:
     """A call for each group of output channels.
 
-    Args:
-        job: ``"sparse"`` or ``"grid"``.
-        packed: The weight.
-        init: int32 ``[padded outputs]``: what accumulators begin with.
-        output: How accumulators become int8, or ``None``.
+    Accumulators begin with `init`, int32 ``[padded outputs]``; `output` says how they become int8.
     """
     fused = None if output is None else (output.multiplier, output.limits(), output.singles())
     calls = []
@@ -193,16 +173,9 @@ def kernel_calls(
 ) -> list[Call]:
     """`layer_calls` on inputs and outputs.
 
-    Args:
-        job: As there.
-        tables: The lists that say which inputs meet which outputs.
-        num_tiles: Number of tiles.
-        seen: Input rows that all tiles together multiply.
-        inputs: ``[rows, at least the padded inputs]`` as the kernel reads them.
-        packed: As there.
-        init: As there.
-        out: ``[rows, at least the padded outputs]``: int32, or int8 where `output` is given.
-        output: As there.
+    `tables` say which inputs meet which outputs; all tiles together multiply `seen` input rows.
+    `inputs` and `out` are ``[rows, at least the padded channels]``, `out` int8 where `output` is
+    given.
     """
     residual = None if output is None else output.residual
     added = None if residual is None else residual.rows
@@ -223,20 +196,17 @@ _NONE = -1  # the array of a residual that is not there
 
 @dataclass(frozen=True, eq=False)
 class RepeatedCalls:
-    """Calls as a table of parameters, in which the places of some arrays are filled in.
+    """Calls as a table of parameters, in which the places of some arrays are filled in."""
 
-    Attributes:
-        table: int64 ``[calls, parameters]``; of arrays, what their places are added to.
-        arrays: ``[calls, 3]``: number of the array that a call reads, writes and adds.
-        stages: How many of the calls belong to each; a stage begins when the one before is done.
-        works: Address of the kernel, tiles and products of each call.
-        held: What the parameters point to.
-    """
-
+    # int64 ``[calls, parameters]``; of arrays, what their places are added to.
     table: npt.NDArray[np.int64]
+    # ``[calls, 3]``: number of the array that a call reads, writes and adds.
     arrays: npt.NDArray[np.int64]
+    # How many of the calls belong to each; a stage begins when the one before is done.
     stages: tuple[int, ...]
+    # Address of the kernel, tiles and products of each call.
     works: tuple[tuple[int, int, int], ...]
+    # What the parameters point to.
     held: tuple[Any, ...]
     _tasks: dict[int, Tasks] = field(default_factory=dict)
 

@@ -22,43 +22,32 @@ _OFFSET = 128  # what is added to the inputs of vpdpbusd
 
 @dataclass(frozen=True, eq=False)
 class ColumnGroup:
-    """The output channels of one tile: ``first … first + 16·vectors``.
-
-    Attributes:
-        weight: ``[volume, steps, vectors, 16, channels of a step]``, int8 or int16; of AMX
-            ``[volume, pairs of vectors, steps, channels of a step / 4, 32, 4]``, int8.
-        offset_init: int32 ``[volume, 16·vectors]``: −128 · Σw of each offset, for inputs that
-            get 128 added; ``None`` for others.
-    """
+    """The output channels of one tile: ``first … first + 16·vectors``."""
 
     first: int
     vectors: int
+    # ``[volume, steps, vectors, 16, channels of a step]``, int8 or int16; of AMX ``[volume, pairs
+    # of vectors, steps, channels of a step / 4, 32, 4]``, int8.
     weight: npt.NDArray[Any]
+    # int32 ``[volume, 16·vectors]``: −128 · Σw of each offset, for inputs that get 128 added;
+    # ``None`` for others.
     offset_init: npt.NDArray[np.int32] | None
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A layer's weight for one kind of kernel.
+    """A layer's weight for one kind of kernel."""
 
-    Attributes:
-        kind: Of the kernel; a layer whose shape is of no use for AMX has ``"vnni"``.
-        volume: Number of kernel offsets.
-        in_channels: Of the layer.
-        out_channels: Of the layer.
-        steps: Steps of an input row.
-        rows: Rows of a tile.
-        groups: Of output channels.
-        step_channels: Input channels of a step.
-    """
-
+    # Of the kernel; a layer whose shape is of no use for AMX has ``"vnni"``.
     kind: str
     volume: int
     in_channels: int
     out_channels: int
+    # Steps of an input row.
     steps: int
     rows: int
     groups: tuple[ColumnGroup, ...]
+    # Input channels of a step.
     step_channels: int
 
     @property

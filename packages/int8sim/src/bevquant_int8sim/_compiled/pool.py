@@ -19,13 +19,8 @@ def max_pool(
 ) -> Tensor:
     """Maxima of int8 ``[batch, channels, *grid]``; the result is channels-last in memory.
 
-    Args:
-        x: The input.
-        windows: How many there are along each axis; none may lie outside of the input.
-        kernel: Elements of a window along each axis, as all that follow.
-        stride: Distance of the windows.
-        padding: By how much the first one begins before the input.
-        dilation: Distance of a window's elements.
+    `windows` says how many there are along each axis; none may lie outside of the input. The first
+    one begins `padding` before it.
     """
     pixels = x.movedim(1, -1).contiguous().numpy()
     batch, channels = x.shape[:2]

@@ -24,11 +24,8 @@ _Between = tuple[Tensor, Tensor, Tensor]
 def bilinear(x: Tensor, rows: _Between, columns: _Between, factor: float) -> Tensor:
     """Resize int8 ``[batch, channels, *grid]``; the result is channels-last in memory.
 
-    Args:
-        x: The input.
-        rows: For each line of the result the two that it lies between, and the second's weight.
-        columns: The same of each column.
-        factor: What values are multiplied by before they are rounded, half to even.
+    `rows` and `columns` give for each line of the result the two that it lies between, and the
+    second's weight. Values are multiplied by `factor` before they are rounded, half to even.
     """
     batch, channels = x.shape[:2]
     pixels = pixel_rows(x, channels).reshape(batch, *x.shape[2:], channels)

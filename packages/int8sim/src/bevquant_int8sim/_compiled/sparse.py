@@ -52,15 +52,10 @@ def sparse_calls(
     out: npt.NDArray[Any],
     output: Requantization | None = None,
 ) -> list[Call]:
-    """The kernel calls that convolve readable `rows` into `out`.
+    """The kernel calls that convolve readable `rows`, ``[num_in, padded inputs]``, into `out`.
 
-    Args:
-        rows: ``[num_in, padded inputs]``.
-        packed: The weight.
-        bias: int32 ``[out_channels]``, or ``None``.
-        plan: The pairs, in tiles of ``packed.rows``.
-        out: ``[num_out, at least the padded outputs]``: int32, or int8 where `output` is given.
-        output: How accumulators become int8.
+    `plan` has the pairs in tiles of ``packed.rows``; `out` is int32, or int8 where `output` is
+    given.
     """
     init = first_sums(packed, bias)
     return kernel_calls("sparse", *_walk(plan), rows, packed, init, out, output)
@@ -78,13 +73,7 @@ def _walk(plan: SparsePlan) -> tuple[dict[P, npt.NDArray[Any]], int, int]:
 
 
 class SparseLayer:
-    """A convolution made ready for any rulebook of its kernel.
-
-    Args:
-        packed: The weight.
-        bias: int32 ``[out_channels]``, or ``None``.
-        output: What becomes of the accumulators, a residual included.
-    """
+    """A convolution made ready for any rulebook of its kernel."""
 
     def __init__(
         self, packed: PackedWeight, bias: npt.NDArray[np.int32] | None, output: Output

@@ -28,14 +28,7 @@ ByStep = Callable[[int], tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Steps of a program that are run by a chain, or else step by step.
-
-    Attributes:
-        steps: Their numbers.
-        chain: The chain.
-        given: Names of its inputs.
-        made: Names of its outputs.
-    """
+    """Steps of a program that are run by a chain, or else step by step."""
 
     steps: range
     chain: Chain | None = None
@@ -53,12 +46,7 @@ class _Part:
 
 
 class Convolutions:
-    """Convolutions that follow each other in a program.
-
-    Args:
-        program: The program.
-        numbers: Of its steps.
-    """
+    """Convolutions that follow each other in a program."""
 
     def __init__(self, program: Program, numbers: range) -> None:
         self.numbers = numbers
@@ -78,12 +66,9 @@ class Convolutions:
         return self.__dict__ | {"_known": {}}
 
     def run(self, values: Values, backend: str, by_step: ByStep) -> None:
-        """Run all steps.
+        """Run all steps; what is read behind them is written to `values`.
 
-        Args:
-            values: By name; what is read behind the steps is written.
-            backend: As of the model.
-            by_step: As it says; it writes to `values`, and deletes there what no step reads later.
+        `by_step` writes to `values` too, and deletes there what no step reads later.
         """
         if any(tensor.is_inference() for tensor in self._operands):
             return _Part(self.numbers).run(values, by_step)  # writes to them are not counted

@@ -54,10 +54,7 @@ class Choices:
     def given(self, node: fx.Node, values: dict[fx.Node, Any], chosen: Any) -> Any:
         """Result of a node of `nodes` with the integer model's choice, in a float run.
 
-        Args:
-            node: The node.
-            values: Values of the run, the node's own included.
-            chosen: The integer model's value of the node.
+        `values` are those of the run, the node's own included.
         """
         own = values[node]
         if _spec(node).chooses == "ranks" and not isinstance(own, Tensor):

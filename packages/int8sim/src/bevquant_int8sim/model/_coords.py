@@ -169,11 +169,7 @@ def coords_of(tensor: Any) -> Coords:
 def dense(
     features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int
 ) -> Tensor:
-    """``bevquant_sparse.to_dense`` of integers or floats, in the memory order of `int8_to_dense`.
-
-    Raises:
-        ValueError: A coordinate lies outside of the grid.
-    """
+    """`bevquant_sparse.to_dense` of integers or floats, in the memory order of `int8_to_dense`."""
     if not features.is_floating_point():
         return int8_to_dense(features, indices, spatial_shape, batch_size)
     sizes = [int(batch_size), *(int(size) for size in spatial_shape)]

@@ -39,12 +39,7 @@ _ROW_BY_ROW = (Quantize, Requantize, Dequantize, Relu, Add)
 
 
 def fuse_residuals(program: Program) -> Program:
-    """Let convolutions add what is added to their output, where that is exact.
-
-    Only the addition may read what the convolution makes. A sparse convolution stores int8 of the
-    other operand's scale, and that operand must exist before; a dense one would keep int32
-    accumulators, and runs where the addition stood.
-    """
+    """Let convolutions add what is added to their output, where that is exact."""
     reads = Counter(name for step in program.steps for name in step.inputs)
     reads.update(names_in(program.result))
     makers = {name: i for i, step in enumerate(program.steps) for name in step.outputs}
@@ -57,12 +52,15 @@ def fuse_residuals(program: Program) -> Program:
         for mine, other in (step.args, step.args[::-1]):
             at = makers.get(mine.name, -1)
             before = makers.get(other.name, -1) < at
+            # Only the addition may read what the convolution makes.
             conv = steps[at] if at >= 0 and reads[mine.name] == 1 else None
+            # It stores int8 of the other operand's scale. The sum is made where the convolution
+            # stood, before everything that reads it, so that operand must exist by then.
             if isinstance(conv, SparseConv) and before and _fits(conv, step, program, other):
-                # The sum is now made where the convolution stood, before everything that reads it.
                 steps[at] = _joined(conv, step, other)
                 steps[number] = None
                 break
+            # It would keep int32 accumulators, and runs where the addition stood.
             if isinstance(conv, Conv) and _fits_dense(conv, step, program, mine, other):
                 steps[at], steps[number] = None, _joined_dense(conv, step, mine, other)
                 break
@@ -286,18 +284,16 @@ def _with_sorting(program: Program, entry: Step, features: set[str]) -> Program:
 def sorted_coords(
     indices: Tensor, spatial_shape: list[int], batch_size: int
 ) -> tuple[Coords, Tensor | None]:
-    """Coordinates in ascending order, and the row that each one had.
-
-    Coordinates of a form or a size that has no keys of 64 bits stay as they are, and the order is
-    ``None``; coordinates out of range or repeated are left for the rulebook to name.
-    """
+    """Coordinates in ascending order, and the row that each one had; None where they stay."""
     sizes = [int(batch_size), *(int(n) for n in spatial_shape)]
     bits = max(len(indices), 1).bit_length()
     fits = indices.device.type == "cpu" and indices.dtype in (torch.int32, torch.int64)
     fits = fits and indices.dim() == 2 and indices.shape[1] == len(sizes)
+    # Keys of 64 bits hold cell and row.
     if not fits or not len(indices) or float(np.prod(sizes, dtype=float)) * 2.0**bits >= 2.0**62:
         return Coords(indices, spatial_shape, batch_size), None
     rows = indices.numpy()
+    # The rulebook names these, and voxels that are repeated.
     if (rows < 0).any() or (rows >= np.array(sizes)).any():
         return Coords(indices, spatial_shape, batch_size), None
     keys = rows[:, 0].astype(np.int64)

@@ -74,11 +74,7 @@ def _numbers(x: Tensor, scale: Tensor, form: Format) -> Tensor:
 def blocks_round(x: Tensor, amax: float, name: str, axis: int) -> Tensor:
     """The nearest values of a tensor in a block format (`quantize_blocks`), float32.
 
-    Args:
-        x: Values.
-        amax: Largest absolute value of NVFP4, a number of float32; not read of MX formats.
-        name: ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``.
-        axis: Axis of the blocks.
+    `amax` is the largest absolute value of NVFP4; MX formats do not read it.
     """
     return quantize_blocks(x, name, torch.tensor(amax, device=x.device), axis).values()
 

@@ -19,11 +19,7 @@ from bevquant_sparse import WeightLayout, sparse_conv
 class OpaqueCall(nn.Module):
     """Calls a module with its arguments put together of tensors; gives its tensors in order.
 
-    Args:
-        module: The module.
-        inputs: How its arguments are put together.
-        path: Of the module.
-        fixed: For each tensor the sizes that the program holds, by axis.
+    `fixed` has for each tensor the sizes that the program holds, by axis.
     """
 
     def __init__(
@@ -35,11 +31,7 @@ class OpaqueCall(nn.Module):
         self.inputs = inputs
 
     def forward(self, *leaves: Any) -> list[Tensor]:
-        """Every tensor of the module's result.
-
-        Raises:
-            ValueError: A tensor of another size than the program holds.
-        """
+        """Every tensor of the module's result."""
         args, kwargs = rebuild(self.inputs, leaves)
         made, _ = flatten(self.module(*args, **kwargs))
         refuse_other_sizes(self.path, self.fixed, made)

@@ -135,13 +135,8 @@ class ForcedRun:
     ) -> list[Any]:
         """Run the integer model, each of `models` free, and the forced graph.
 
-        Args:
-            batch: Inputs.
-            *models: Run free, the first ones first.
-            returned: For each of `models` a run of it that continues beside, see `GraphRun`.
-
-        Returns:
-            The integer model's result, and the forced graph's as a list of its leaves.
+        `returned` has for each of `models` a run of it that continues beside, see `GraphRun`.
+        Returns the integer model's result, and the forced graph's as a list of its leaves.
         """
         made: dict[str, Any] = {}
         graph = self.source.graph
@@ -224,11 +219,7 @@ class ForcedRun:
     ) -> None:
         """Give the integer model's choice to a float run.
 
-        Args:
-            node: The node that was computed.
-            made: The integer model's values.
-            run: The run.
-            own: Results of the run's own comparisons, to count what it would choose; or None.
+        `own` are results of the run's own comparisons, to count what it would choose.
         """
         if own is not None and node in self.choices.own:
             own[node] = run.computed_from(node, own)
@@ -248,12 +239,11 @@ class ForcedRun:
             run.values[node] = self.as_float(value, made[value]).to(old.dtype)
 
     def _forms(self, node: fx.Node) -> list[str]:
-        """The integer model's values that can replace a node's, the preferred one first.
-
-        It is the one closest to the accumulators. A tensor held in integers of several scales keeps
-        the value of the forced run: each reader starts from the accumulators upstream.
-        """
+        """The integer model's values that can replace a node's, the preferred one first."""
         forms = self.source.held.get(node, {})
+        # Preferred is the one closest to the accumulators. A tensor held in integers of several
+        # scales keeps the value of the forced run: each reader starts from the accumulators
+        # upstream.
         single = [required.form for required in forms] if len(forms) == 1 else []
         values = (forms.get(RequiredType(form)) for form in (FLOAT, ACCUMULATORS, *single))
         return [value for value in values if value]
@@ -287,13 +277,11 @@ class ForcedRun:
 
 
 def _late_inputs(graph: fx.Graph) -> Iterator[fx.Node]:
-    """All nodes that are read, inputs and parameters right before their first reader.
-
-    So they come about where the integer model makes their integers, not all ahead of it.
-    """
+    """All nodes that are read, inputs and parameters right before their first reader."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "placeholder":
+            # They come about where the integer model makes their integers, not all ahead of it.
             inputs = [n for n in node.all_input_nodes if n.op == "placeholder" and n not in seen]
             seen.update(inputs)
             yield from (*inputs, node)
@@ -323,5 +311,6 @@ class Products(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
         if formula is not None:
+            # The formulas count a multiplication and its addition as two.
             self.count += formula(*args, **(kwargs or {}), out_val=out) // 2
         return out

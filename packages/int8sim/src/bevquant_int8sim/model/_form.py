@@ -59,14 +59,10 @@ class Integers:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type and shape of a tensor; all else is decided by its operator.
-
-    Attributes:
-        dtype: Its type.
-        shape: Its shape; None if it depends on data, as for ``nonzero``.
-    """
+    """Type and shape of a tensor; all else is decided by its operator."""
 
     dtype: torch.dtype
+    # Its shape; None if it depends on data, as for ``nonzero``.
     shape: tuple[int, ...] | None
 
     def __str__(self) -> str:
@@ -88,16 +84,12 @@ def dtype_of(form: Form) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RequiredType:
-    """Form in which a reader needs a tensor, and whether after a ReLU.
-
-    Attributes:
-        form: Its form.
-        relu: Clamped at 0 from below.
-        ceiling: And at this value from above (ReLU6).
-    """
+    """Form in which a reader needs a tensor, and whether after a ReLU."""
 
     form: Form
+    # Clamped at 0 from below.
     relu: bool = False
+    # And at this value from above (ReLU6).
     ceiling: float | None = None
 
     @property

@@ -26,11 +26,7 @@ _TYPES = ("to", "_to_copy", "int", "type_as")
 
 
 class GraphValues:
-    """Facts about a graph's values, and the operations that make them.
-
-    Args:
-        graph: The graph.
-    """
+    """Facts about a graph's values, and the operations that make them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -83,15 +83,9 @@ def average_pool(
     output_size: Any = None,
     **windows: Any,
 ) -> Tensor:
-    """Rounded averages of integers times `multiplier`, of the type of `x`.
+    """Rounded averages of integers times `multiplier` (s_x / s_y), of the type of `x`.
 
-    Args:
-        x: int8 or int16 ``[batch, channels, *grid]``.
-        multiplier: s_x / s_y.
-        rounding: As of `quantize`.
-        kernel_size: As in torch; ``None`` for an adaptive pooling.
-        output_size: Of an adaptive pooling, whose windows may overlap.
-        **windows: Further settings of `int8_avg_pool`.
+    Without a kernel size it is adaptive, and its windows may overlap.
     """
     if kernel_size is None:
         kernel_size = _even_windows(x, output_size)
@@ -162,11 +156,8 @@ def grid_call(what: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, dic
 def sample_call(name: str, places: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     """``("grid_sample" | "deformable_attention", settings)`` of a sampling operator.
 
-    ``""`` where its settings have no integer form.
-
-    Args:
-        name: Of the operator.
-        places: Its arguments behind the sampled tensor.
+    ``""`` where its settings have no integer form. `places` are arguments behind the sampled
+    tensor.
     """
     if name.endswith("deformable_attention"):
         return "deformable_attention", {}

@@ -89,6 +89,8 @@ class IntegerModel:
         self.sum_ranges: Mapping[str, float] = sum_ranges or {}
         self.source = source
         self.backend = check_backend(backend, "IntegerModel")
+        # A call runs these steps, which are faster and give the same bits; `walk` runs the
+        # program's own.
         self._fast = dequantize_late(fuse_residuals(sort_rows(program)))
         self.calls_other_steps = self._fast.steps != program.steps
         # Whatever runs in float is torch's or the author's code, which may write to what it reads,
@@ -133,12 +135,6 @@ class IntegerModel:
         Of dictionaries and dataclasses only the members that the forward reads are required. The
         arguments stay as they are: what the forward writes into a container is in the container
         that is returned, beside the members that the caller gave and the forward does not read.
-
-        Raises:
-            TypeError: Other inputs than the example inputs had.
-            ValueError: Inputs that a step cannot take (its module is named), another value where
-                the traced model had a constant, or sizes with which the forward goes another way
-                (condition, file and line).
         """
         given = args, kwargs
         values, sizes = self._begin(self._fast, given)
@@ -223,11 +219,7 @@ class IntegerModel:
         return exhausted(self.walk(inputs), see), found
 
     def _begin(self, program: Program, given: Arguments) -> tuple[dict[str, Any], Sizes]:
-        """Constants and inputs by name, and the sizes of the inputs.
-
-        Raises:
-            ValueError: Sizes with which the forward goes another way.
-        """
+        """Constants and inputs by name, and the sizes of the inputs."""
         values: dict[str, Any] = dict(program.constants)
         sizes: dict[str, tuple[int, ...] | int] = {}
         for name, value in bind(program.signature, *program.members.required(given)).items():
@@ -244,6 +236,8 @@ class IntegerModel:
                 sizes[name] = tuple(values[name].shape)
             elif isinstance(value, int):
                 sizes[name] = value
+        # Sizes that must agree are checked behind the steps: layers name what they expect
+        # themselves.
         check_guards((g for g in program.guards if not g.agrees), sizes, _REMEDY)
         return values, sizes
 
@@ -420,6 +414,7 @@ def _last_uses(program: Program) -> list[tuple[str, ...]]:
     """For each step the values without later readers."""
     seen = set(names_in(program.result))
     spent: list[tuple[str, ...]] = []
+    # Backwards, the first step that touches a value is the last one to read it.
     for step in reversed(program.steps):
         touched = dict.fromkeys((*step.inputs, *step.outputs))
         spent.append(tuple(name for name in touched if name not in seen))

@@ -27,14 +27,11 @@ Arithmetic = Literal["float64", "fixed_point"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rounds(Step):
-    """A step that rounds.
+    """A step that rounds."""
 
-    Attributes:
-        rounding: Rounding of stored integers, see `requantize`.
-        arithmetic: Multiplication of accumulators and sums, see `requantize`.
-    """
-
+    # Rounding of stored integers, see `requantize`.
     rounding: Rounding = "half_even"
+    # Multiplication of accumulators and sums, see `requantize`.
     arithmetic: Arithmetic = "float64"
 
     @property
@@ -45,19 +42,16 @@ class Rounds(Step):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stored(Step):
-    """A step that stores a result in a form.
+    """A step that stores a result in a form."""
 
-    Attributes:
-        form: Form of the result: integers, accumulators or floats.
-        relu: Whether the result includes a ReLU.
-        ceiling: Upper limit in units of the form, as of a ReLU6.
-        rounds_to: Kinds of forms that it can make.
-    """
-
+    # Form of the result: integers, accumulators or floats.
     form: Form
+    # Whether the result includes a ReLU.
     relu: bool = False
+    # Upper limit in units of the form, as of a ReLU6.
     ceiling: int | float | None = None  # a float would make floats of integers
 
+    # Kinds of forms that it can make.
     rounds_to: ClassVar[tuple[type[Any], ...]] = (Integers, str)
 
     def _compute(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
@@ -101,11 +95,7 @@ class Stored(Step):
 
     @property
     def integers(self) -> Integers:
-        """The form of stored integers.
-
-        Raises:
-            ValueError: The form is another one.
-        """
+        """The form of stored integers."""
         if not isinstance(self.form, Integers):
             raise ValueError(f"{self.where}: {self.op} makes integers, not {self.form}")
         return self.form
@@ -130,13 +120,9 @@ class Quantize(Stored, Rounds):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Requantize(Stored, Rounds):
-    """q_y = clamp(round(q · multiplier)) of accumulators or integers.
+    """q_y = clamp(round(q · multiplier)) of accumulators or integers."""
 
-    Attributes:
-        multiplier: s_x / s_y, float64: a number or one per channel.
-        axis: Axis of the channels.
-    """
-
+    # S_x / s_y, float64: a number or one per channel.
     multiplier: Tensor
     axis: Axis = -1
 
@@ -155,14 +141,10 @@ class Requantize(Stored, Rounds):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dequantize(Stored):
-    """x = q · scale, in float32.
-
-    Attributes:
-        scale: float64: a number or one per channel.
-        axis: Axis of the channels.
-    """
+    """x = q · scale, in float32."""
 
     form: Form = FLOAT
+    # Float64: a number or one per channel.
     scale: Tensor
     axis: Axis = -1
 
@@ -191,12 +173,9 @@ class Add(Stored, Rounds):
     """Σ q_i·s_i, rounded once to integers, or in floats.
 
     Operands of one scale: round((Σ q)·s/s_y); of several: round(Σ q_i·(s_i/s_y)).
-
-    Attributes:
-        scales: s of each operand, float64: a number or one per channel.
-        axis: Axis of the channels.
     """
 
+    # S of each operand, float64: a number or one per channel.
     scales: tuple[Tensor, ...] = ()
     axis: Axis = -1
 
@@ -236,11 +215,7 @@ class Add(Stored, Rounds):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WeightedSum(Stored, Rounds):
-    """Weighted sums of one tensor's integers, with weights that are not quantized; a base.
-
-    Attributes:
-        scale: Scale of the integers.
-    """
+    """Weighted sums of one tensor's integers, with weights that are not quantized; a base."""
 
     scale: Positive
 

@@ -55,11 +55,10 @@ def largest_steps(teacher_forced: Tensor, integer: Tensor, form: Integers) -> fl
 
 
 def float_gaps(wanted: Tensor, got: Tensor) -> tuple[float, float, float, float]:
-    """How far two tensors of floats are apart.
+    """How far two tensors of floats are apart: largest gap and energy of all gaps.
 
-    Returns:
-        Largest gap and energy of all gaps, infinite or NaN where one is no number and the other
-        is; largest value and energy of `wanted` where that is finite.
+    These are infinite or NaN where one is no number and the other is. Then largest value and energy
+    of `wanted` where that is finite.
     """
     if not wanted.numel():
         return 0.0, 0.0, 0.0, 0.0
@@ -81,12 +80,8 @@ def alike(
 ) -> bool:
     """Whether two tensors of floats are equal up to rounding.
 
-    Args:
-        wanted: The first.
-        got: The second; another shape is never alike.
-        share: Allowed gap, as a share of the largest finite value of `wanted`.
-        slack: Allowed gap beside that.
-        noise: Whether noise 40 dB below `wanted` is allowed too.
+    The allowed gap is `share` of the largest finite value of `wanted`, and `slack` beside that.
+    With `noise`, noise 40 dB below `wanted` is allowed too.
     """
     if wanted.shape != got.shape:
         return False
@@ -132,14 +127,9 @@ class LayerSums:
         integer: Tensor,
         form: Integers,
     ) -> None:
-        """Add one batch's output that is held in integers.
+        """Add one batch's output that is held in integers of `form`.
 
-        Args:
-            reference: Of the float model.
-            fake: Of the fake-quantized one.
-            teacher_forced: Of the fake-quantized one, given the integer model's inputs.
-            integer: Of the integer model.
-            form: What `integer` stands for.
+        `teacher_forced` is the fake-quantized model's, given the integer model's inputs.
         """
         self._note("integers", 1)
         if self._differ(reference, fake, integer):

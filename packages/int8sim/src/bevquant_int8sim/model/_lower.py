@@ -56,11 +56,8 @@ def lower(
 ) -> tuple[Program, dict[fx.Node, dict[RequiredType, str]]]:
     """The program, and the values that hold each node's tensor, by form.
 
-    Every tensor is computed in the needed forms alone.
-
-    Args:
-        operations: Operations of the model.
-        addends: Layers' results that sums read as integers of these forms instead of accumulators.
+    Every tensor is computed in the needed forms alone. `addends` are layers' results that sums read
+    as integers of these forms instead of accumulators.
     """
     addends = addends or {}
     lowering = _Lowering(operations, find_required_types(operations, addends), addends)
@@ -84,6 +81,7 @@ class _Lowering:
         self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> Program:
+        # Sorted, as a set has no order that a saved program could keep.
         for host in sorted(self.all.hosts & self.required_types.hosts):
             self.values[host] = Value("coordinates" if host.endswith(".sites") else "number", host)
         for operation in self.all.operations:
@@ -165,6 +163,7 @@ class _Lowering:
     def _float(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         value = self._new(operation.output, RequiredType(FLOAT))
         outputs = (value, operation.coords) if operation.coords else (value,)
+        # Modules are copied, as the model may be trained on.
         self.steps.append(
             FloatCall(
                 operation.path,

@@ -23,85 +23,73 @@ METADATA = frozenset("shape size ndim dim device numel nelement".split())
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation that makes one tensor (or a host value).
+    """One operation that makes one tensor (or a host value)."""
 
-    Attributes:
-        kind: ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"layout"``
-            (values stay as they are, also in integers), ``"add"``, ``"weighted_sum"`` (of one
-            tensor's integers), ``"float"``, ``"number"`` or ``"coordinates"``.
-        path: Module, or the module whose forward calls the function.
-        output: Name of what it makes.
-        args: Positional arguments with `Ref`s in the place of tensors.
-        kwargs: Keyword arguments.
-        function: What to call, where the kind does not say it.
-        what: Class of the module or name of the function.
-        natural: Form in which the result comes about; a sum of integers counts as accumulators.
-        layer: Weight and settings of a quantized layer.
-        module: Module that is called as it is.
-        tensor: Value of a constant.
-        reason: Why it is computed in float.
-        moved: Names of the tensors that a move passes on; its other arguments are host values.
-        coords: Name of the coordinates made, for sparse layers.
-        ceiling: Upper limit of a ReLU6.
-        linear: A move that mixes values: a ReLU behind it cannot be done before it.
-    """
-
+    # ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"layout"`` (values
+    # stay as they are, also in integers), ``"add"``, ``"weighted_sum"`` (of one tensor's integers),
+    # ``"float"``, ``"number"`` or ``"coordinates"``.
     kind: str
+    # Module, or the module whose forward calls the function.
     path: str
+    # Name of what it makes.
     output: str
+    # Positional arguments with `Ref`s in the place of tensors.
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # What to call, where the kind does not say it.
     function: Callable[..., Any] | None = None
+    # Class of the module or name of the function.
     what: str = ""
+    # Form in which the result comes about; a sum of integers counts as accumulators.
     natural: Form = FLOAT
+    # Weight and settings of a quantized layer.
     layer: Layer | None = None
+    # Module that is called as it is.
     module: nn.Module | None = None
     tensor: Tensor | None = None
+    # Why it is computed in float.
     reason: str = ""
+    # Names of the tensors that a move passes on; its other arguments are host values.
     moved: tuple[str, ...] = ()
+    # Name of the coordinates made, for sparse layers.
     coords: str = ""
+    # Upper limit of a ReLU6.
     ceiling: float | None = None
+    # A move that mixes values: a ReLU behind it cannot be done before it.
     linear: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """All operations of a model in order.
-
-    Attributes:
-        operations: In order of execution.
-        signature: Arguments of the model, with `Ref`s.
-        sparse_inputs: Features to coordinates of sparse inputs.
-        result: What the model returns, with `Ref`s and `SparseRef`s.
-        hosts: Names of what is no tensor: coordinates, sizes, numbers.
-        nodes: Names of tensors to the nodes of the graph.
-        guards: Conditions on the sizes of inputs under which this is the model.
-        members: Which members of the arguments the model reads.
-    """
+    """All operations of a model in order."""
 
     operations: tuple[Operation, ...]
+    # Arguments of the model, with `Ref`s.
     signature: tuple[tuple[Any, ...], Mapping[str, Any]]
+    # Features to coordinates of sparse inputs.
     sparse_inputs: Mapping[str, str]
+    # What the model returns, with `Ref`s and `SparseRef`s.
     result: Any
+    # Names of what is no tensor: coordinates, sizes, numbers.
     hosts: frozenset[str]
+    # Names of tensors to the nodes of the graph.
     nodes: Mapping[str, fx.Node]
+    # Conditions on the sizes of inputs under which this is the model.
     guards: tuple[Guard, ...]
+    # Which members of the arguments the model reads.
     members: ReadMembers
 
 
 @dataclass(frozen=True, eq=False)
 class RequiredTypes:
-    """What must be made.
+    """What must be made."""
 
-    Attributes:
-        of: Tensor to the forms in which it is wanted, in a fixed order.
-        hosts: Coordinates, sizes and numbers that are read.
-        follows: Moves that are done in the form in which their result is wanted; the others are
-            done on floats.
-    """
-
+    # Tensor to the forms in which it is wanted, in a fixed order.
     of: Mapping[str, tuple[RequiredType, ...]]
+    # Coordinates, sizes and numbers that are read.
     hosts: frozenset[str]
+    # Moves that are done in the form in which their result is wanted; the others are done on
+    # floats.
     follows: frozenset[str]
 
 
@@ -110,9 +98,7 @@ def find_required_types(
 ) -> RequiredTypes:
     """Walk the operations backwards from the model's result.
 
-    Args:
-        operations: Operations of the model.
-        addends: Layers' results that a sum reads in a form of their own (`addend_form`).
+    `addends` are layers' results that a sum reads in a form of their own (`addend_form`).
     """
     return _Walk(operations, addends or {}).run()
 

@@ -17,17 +17,14 @@ from bevquant_int8sim.model._step import Constant, OperatorCall, Step
 
 @dataclass(frozen=True)
 class Value:
-    """Facts about a value, known before anything runs.
+    """Facts about a value, known before anything runs."""
 
-    Attributes:
-        form: Integers with their scale, ``"int32"`` accumulators, ``"float"``, ``"coordinates"`` of
-            voxels, ``"number"`` for sizes and numbers; for results of operators type and shape.
-        source: Its tensor in the traced model.
-        relu: Whether the following ReLU is applied.
-    """
-
+    # Integers with their scale, ``"int32"`` accumulators, ``"float"``, ``"coordinates"`` of voxels,
+    # ``"number"`` for sizes and numbers; for results of operators type and shape.
     form: Form
+    # Its tensor in the traced model.
     source: str
+    # Whether the following ReLU is applied.
     relu: bool = False
 
 
@@ -53,38 +50,31 @@ Island = FloatFallback  # its former name
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Steps in order of execution, and the values between them.
+    """Steps in order of execution, and the values between them."""
 
-    Attributes:
-        signature: Arguments of a call: nested containers of `Ref`s and constants, as
-            ``(positional, keyword)``.
-        sparse_inputs: Inputs that are sparse tensors: name of the features to that of the
-            coordinates.
-        members: Which members of dictionaries and dataclasses a call must have, and which others it
-            returns; without entries all.
-        guards: Conditions on the sizes of the inputs under which the program is the model; of a
-            sparse input the features, ``<coordinates>.indices`` and ``<coordinates>.batch_size``.
-        steps: In order.
-        values: Every value by name.
-        constants: Tensors that are there before anything runs, by name; steps read them as values.
-        result: What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
-        origin: The folder that it was read from, for messages; empty where it was lowered here.
-        operations: Multiplications of each step on the example inputs, by its first output; of one
-            that multiplies no matrices, the values that it computes. Filled where the model is held
-            against the one that it was made from.
-        single: Inputs of float64 that become float32 at the start (`in_single`).
-    """
-
+    # Arguments of a call: nested containers of `Ref`s and constants, as ``(positional, keyword)``.
     signature: tuple[tuple[Any, ...], Mapping[str, Any]]
+    # Inputs that are sparse tensors: name of the features to that of the coordinates.
     sparse_inputs: Mapping[str, str]
     steps: tuple[Step, ...]
     values: Mapping[str, Value]
+    # What a call returns: nested containers of `Ref`s, `SparseRef`s and constants.
     result: Any
+    # The folder that it was read from, for messages; empty where it was lowered here.
     origin: str = ""
+    # Tensors that are there before anything runs, by name; steps read them as values.
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    # Conditions on the sizes of the inputs under which the program is the model; of a sparse input
+    # the features, ``<coordinates>.indices`` and ``<coordinates>.batch_size``.
     guards: tuple[Guard, ...] = ()
+    # Which members of dictionaries and dataclasses a call must have, and which others it returns;
+    # without entries all.
     members: ReadMembers = field(default_factory=ReadMembers)
+    # Multiplications of each step on the example inputs, by its first output; of one that
+    # multiplies no matrices, the values that it computes. Filled where the model is held against
+    # the one that it was made from.
     operations: dict[str, int] = field(default_factory=dict)
+    # Inputs of float64 that become float32 at the start (`in_single`).
     single: frozenset[str] = frozenset()
 
     @property
@@ -117,12 +107,7 @@ def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
 
 
 def in_single(program: Program, doubles: Iterable[str]) -> Program:
-    """The program in float32, for engines that have no float64.
-
-    Args:
-        program: With inputs of float64, as numpy arrays are.
-        doubles: Names of these inputs.
-    """
+    """The program in float32, without the float64 inputs `doubles`, for engines without float64."""
 
     def single(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype == torch.float64:

@@ -48,15 +48,11 @@ _STEPS: dict[str, type[Any]] = {cls.op: cls for cls in (Conv, ConvTranspose, Lin
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A convolution or linear layer.
+    """A convolution or linear layer."""
 
-    Attributes:
-        step: Its step, which keeps its accumulators; of no path, arguments and outputs yet.
-        scale: float64 ``[out_channels]``: value of one unit of each accumulator, s_x · s_w.
-        input: Integers that it reads.
-    """
-
+    # Its step, which keeps its accumulators; of no path, arguments and outputs yet.
     step: Weighted
+    # float64 ``[out_channels]``: value of one unit of each accumulator, s_x · s_w.
     scale: Tensor
     input: Integers
 
@@ -79,14 +75,8 @@ def _weight_problem(quantizer: TensorQuantizer, read: Integers | Float8Input) ->
 def _weight_scale(weight: Tensor, amax: Tensor | None, high: float, path: str) -> Tensor:
     """Scale per output channel, float64: amax / `high`; 0 for a channel of zeros.
 
-    Args:
-        weight: Float ``[out_channels, the rest]``.
-        amax: Range of the weight: one number or one per channel, or ``None``: max |w| of each.
-        high: Largest number of the weight: 2^(bits−1) − 1 of integers, 448 of FP8 E4M3.
-        path: The layer that a message names.
-
-    Raises:
-        ValueError: A weight that is not finite, or a zero range for weights that are not zero.
+    Without a range, `amax` is max |w| of each. `high` is 2^(bits−1) − 1 of integers, 448 of FP8
+    E4M3.
     """
     largest = weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
     if not bool(largest.isfinite().all()):
@@ -109,20 +99,11 @@ def _weight_scale(weight: Tensor, amax: Tensor | None, high: float, path: str) -
 
 
 def _integer_weight(weight: Tensor, scale: Tensor, bits: int, narrow: bool) -> Tensor:
-    """The integers that fake quantization rounds to; zeros where s is 0.
-
-    round(w / s), half to even, clamped to the integers of `bits`. Whether a weight lies on a tie is
-    fake quantization's word, which multiplies by (2^(bits−1) − 1)/amax in float32: of −amax/2 at
-    four bits float64 would make another integer.
-
-    Args:
-        weight: Float ``[out_channels, the rest]``.
-        scale: From `_weight_scale`.
-        bits: Bits of the weight.
-        narrow: Whether the most negative integer is left out.
-    """
+    """The integers that fake quantization rounds to, clamped to `bits`; zeros where s is 0."""
     dead = scale == 0
     amax = (scale * (2 ** (bits - 1) - 1)).float()[:, None]
+    # Whether a weight lies on a tie is fake quantization's word, which multiplies by (2^(bits−1) −
+    # 1)/amax in float32: of −amax/2 at four bits float64 would make another integer.
     weight = fake_quantize(weight, amax, bits, narrow_range=narrow)
     q = quantize(weight, scale.masked_fill(dead, 1.0), bits=bits, narrow_range=narrow)
     return torch.where(dead[:, None], torch.zeros_like(q), q)
@@ -167,11 +148,7 @@ def _float8_weight(weight: Tensor, scale: Tensor, quantizer: TensorQuantizer) ->
 def dense_layer(
     module: Any, integers: Integers | Float8Input, path: str
 ) -> Layer | Float8Layer | str:
-    """The layer, or why it has no form in integers or FP8.
-
-    Raises:
-        ValueError: A weight's range or the bias is unusable.
-    """
+    """The layer, or why it has no form in integers or FP8."""
     cls = layer_class(module, *_OPS)
     if cls is None:
         own = own_code(module, next((c for c in _OPS if isinstance(module, c)), None))
@@ -316,11 +293,7 @@ def geometry_of(module: Any) -> Geometry:
 def sparse_layer(
     module: Any, integers: Integers | Float8Input, path: str
 ) -> Layer | Float8Layer | str:
-    """The layer, or why it has no form in integers or FP8.
-
-    Raises:
-        ValueError: A weight's range or the bias is unusable.
-    """
+    """The layer, or why it has no form in integers or FP8."""
     problem = _weight_problem(module._weight_quantizer, integers)
     if problem:
         return problem
@@ -346,11 +319,7 @@ def sparse_layer(
 
 
 def quantized_layer(module: nn.Module, path: str) -> Layer | Float8Layer | str:
-    """The integer or FP8 layer of a quantized module, or the reason why it stays float.
-
-    Raises:
-        ValueError: A range or a bias is unusable; the layer is named.
-    """
+    """The integer or FP8 layer of a quantized module, or the reason why it stays float."""
     quantizer: Any = module._modules["_input_quantizer"]
     if not is_active(quantizer):
         return "its input quantizer is off"

@@ -64,9 +64,6 @@ def float8_scale(quantizer: TensorQuantizer, form: Format, path: str) -> float:
     """Scale of an FP8 activation: as given, or amax / 448 of E4M3, in float32 as files hold it.
 
     Of block formats amax, for NVFP4; 0 for MX formats, which need none.
-
-    Raises:
-        ValueError: No usable range; `path` and what to do are named.
     """
     if isinstance(quantizer, AffineQuantizer):
         return float(quantizer.step)
@@ -80,9 +77,6 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
     """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1), or as given.
 
     Unsigned ones are 0…2^bits − 1 with the scale amax / (2^bits − 1), and take one more bit.
-
-    Raises:
-        ValueError: No usable range; `path` and what to do are named.
     """
     unsigned = quantizer.unsigned
     form = format_of(quantizer.num_bits, unsigned, quantizer._narrow_range)
@@ -108,12 +102,7 @@ def _usable_range(quantizer: TensorQuantizer, path: str) -> Tensor:
 def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
     """Refuse a model with activations that have no usable range.
 
-    Args:
-        model: The model.
-        graph: Of the model: quantizers of modules that it does not call have no part in it.
-
-    Raises:
-        ValueError: Every such quantizer is named, and what to do.
+    Quantizers of modules that the graph does not call have no part in it.
     """
     problems = []
     for path, module in model.named_modules():

@@ -34,11 +34,7 @@ _LAST = 2**63 - 1  # the end of a slice without one
 
 
 def read_graph(graph: Graph) -> Operations:
-    """The operations of `graph`.
-
-    Raises:
-        ValueError: The forward writes to a buffer, which an integer model would not.
-    """
+    """The operations of `graph`."""
     return _Reader(graph).run()
 
 
@@ -99,6 +95,7 @@ class _Reader(GraphValues):
         form = float8_of(module)
         if form is not None:
             scale = float8_scale(module, form, path)
+            # Rounded to this form already, by another quantizer of the same range.
             if self._float8.get(x.name) == (scale, form.name):
                 return x
             args: tuple[Any, ...] = (x, scale, form.name)
@@ -167,6 +164,7 @@ class _Reader(GraphValues):
         except KeyError:
             return None
         channels = known[2].numel() if isinstance(known[2], Tensor) else 0
+        # An exact identity returns these.
         probe = torch.arange(-2, 3, dtype=value.dtype)[:, None].expand(-1, channels)
         with torch.no_grad():
             same = torch.equal(torch.ops.aten.batch_norm(probe, *known), probe)
@@ -291,6 +289,7 @@ class _Reader(GraphValues):
             before = node.all_input_nodes[0].meta["val"]
             if before.dtype == value.dtype:
                 return args[0]
+            # A cast is no operation that lacks a form, so no reason is reported.
             reason = " "
         quantizer = module._modules.get("_input_quantizer")
         if what == "mul" and getattr(quantizer, "channel_factors", None) is not None:
@@ -339,6 +338,7 @@ class _Reader(GraphValues):
         else:
             weight, bias = (self._constant_value(value) for value in node.args[1:3])
             layouts = WeightLayout[str(node.args[5])], WeightLayout.VCK
+            # Copies, as the model may be trained on.
             weight = permute_weight(weight, *layouts, kernel_size=geometry.kernel_size).clone()
             bias = None if bias is None else bias.clone()
             step = FloatSparseConv(weight, bias, geometry, self._key(node))

@@ -67,10 +67,8 @@ class GraphRun:
     def step(self, node: fx.Node, beside: GraphRun | None = None) -> Any:
         """Compute `node` from what its inputs hold now.
 
-        Args:
-            node: The next node.
-            beside: A run that has computed it: its result is taken where all inputs are the very
-                same, as those of rulebooks are.
+        The result of a run beside that has computed it is taken where all inputs are the very same,
+        as those of rulebooks are.
         """
         if node.op == "placeholder":
             self.values[node] = self._given(node)
@@ -116,6 +114,7 @@ class GraphRun:
             taken = self._returned(*self._calls[node])
             if taken is not None:
                 return taken
+        # A module that is one node holds its weights itself, and the float model has others.
         if beside is not None and (self.floats == beside.floats or node.target is not OPAQUE):
             inputs = node.all_input_nodes
             quantizes = op_spec(node.target).kind == "quantize"
@@ -171,14 +170,9 @@ def layer_calls(
     """Nodes that are what the call of a layer or quantizer returns: its path, which of its calls.
 
     Layers are told by their class (`bevquant_graph.layer_class`); ReLUs, max pools and the sums and
-    concatenations of `quantize_model` go with them. Of one whose call hands on more than a tensor,
-    and of one that has several paths, by which its calls cannot be told apart, there is none; nor
-    behind attention, for which torch has a fused form that no graph has, with other last bits.
-
-    Args:
-        graph: The graph.
-        model: The captured model, or the float one that it was made from.
-        alone: Nodes to leave out.
+    concatenations of `quantize_model` go with them. Left out are calls that hand on more than a
+    tensor, modules with several paths, by which calls cannot be told apart, and what lies behind
+    attention, for which torch has a fused form that no graph has, with other last bits.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = Counter(modules.values())

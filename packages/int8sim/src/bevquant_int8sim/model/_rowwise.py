@@ -85,13 +85,8 @@ def add(
 ) -> Tensor:
     """``clamp(round((Σ q_i · factors_i) · factor))`` in float64, half to even.
 
-    Args:
-        operands: Two or more of one shape: integers of at most 16 bits, or int32 accumulators.
-        factors: One number or one per channel for each.
-        factor: For the whole sum.
-        axis: Axis of the channels.
-        low: Lower clamp.
-        high: Upper clamp; its size says whether the result is int8 or int16.
+    Operands are integers of at most 16 bits, or int32 accumulators. The size of `high` says whether
+    the result is int8 or int16.
     """
     # The widest first, as the kernels read them; without kernels the sum has the same order.
     order = sorted(range(len(operands)), key=lambda i: -operands[i].element_size())

@@ -45,10 +45,6 @@ def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
 
     The files are written to a folder beside `folder` that then replaces it: a reader finds either
     the whole old model or the whole new one. A folder with other content is not replaced.
-
-    Raises:
-        ValueError: A step cannot be saved (all are named, with remedies), `folder` holds something
-            else than a saved model, or its parent does not exist.
     """
     target = file_path(folder, "folder")
     data, tensors = to_document(program)
@@ -67,11 +63,7 @@ def manifest_text(content: Mapping[str, bytes]) -> str:
 
 
 def to_document(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A program in terms of JSON, and the tensors that this names.
-
-    Raises:
-        ValueError: A step cannot be saved: all are named, with what to do.
-    """
+    """A program in terms of JSON, and the tensors that this names."""
     tensors = {f"{CONSTANT}{name}": t for name, t in program.constants.items()}
     problems: list[str] = []
     steps = []
@@ -136,15 +128,7 @@ def load_program(
 ) -> Program:
     """Read a folder of `save_program`. Nothing is unpickled, no code is looked up by name.
 
-    Args:
-        folder: The folder.
-        device: Device of its tensors.
-        libraries: Libraries whose operators it may call, beside torch's.
-
-    Raises:
-        ValueError: A file is missing or changed, the schema is another one, a tensor is missing or
-            of another type or shape than its step needs, or a step names a function that a saved
-            program may not call.
+    It may call operators of `libraries`, beside torch's.
     """
     folder = file_path(folder, "saved model")
     content = _content(folder)
@@ -162,16 +146,7 @@ def load_program(
 def from_document(
     data: Any, tensors: Mapping[str, Tensor], libraries: Collection[str] = ()
 ) -> Program:
-    """Inverse of `to_document`, with a check of the program.
-
-    Args:
-        data: The JSON document.
-        tensors: All tensors of the file.
-        libraries: Libraries whose operators it may call, beside torch's.
-
-    Raises:
-        ValueError: It is no program, a tensor is missing or unused, or a step is invalid.
-    """
+    """Inverse of `to_document`, with a check of the program."""
     form = as_form(data, _ProgramData, where="its program", what="program")
     try:
         return _program(form, tensors, libraries)
@@ -293,11 +268,7 @@ def _form(data: _FormData | tuple[str, tuple[int, ...] | None] | str) -> Form:
 
 
 def validate(program: Program) -> None:
-    """Check that steps read and make the values of the program, in order.
-
-    Raises:
-        ValueError: The first step that does not.
-    """
+    """Check that steps read and make the values of the program, in order."""
     known = set(names_in(program.signature)) | set(program.sparse_inputs.values())
     known |= set(program.constants)
     program.members.refuse_misplaced(program.signature, program.result)

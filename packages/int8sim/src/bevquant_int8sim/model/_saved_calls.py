@@ -35,11 +35,7 @@ from bevquant_quantizers import format_of
 
 
 def to_json(value: Any) -> Any:
-    """`value` in terms of JSON; what JSON has no form for becomes an object with one ``$`` key.
-
-    Raises:
-        ValueError: There is no form for it.
-    """
+    """`value` in terms of JSON; what JSON has no form for becomes an object with one ``$`` key."""
     if isinstance(value, np.integer | np.floating | np.bool_):  # as of a stride by numpy
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
@@ -70,11 +66,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(data: Any) -> Any:
-    """Undo `to_json`.
-
-    Raises:
-        ValueError: It is not of that form.
-    """
+    """Undo `to_json`."""
     if isinstance(data, list):
         return [from_json(item) for item in data]
     if not isinstance(data, dict):
@@ -224,11 +216,7 @@ def _computes(operator: torch._ops.OpOverload) -> bool:
 
 
 def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., Any]:
-    """The function of that name: torch's own, or an operator of one of the libraries.
-
-    Raises:
-        ValueError: It is not among those allowed, or nothing is registered under the name.
-    """
+    """The function of that name: torch's own, or an operator of one of the libraries."""
     kind, _, rest = name.partition(".")
     if kind == "method" and rest in _METHODS:
         return Method(rest)
@@ -298,11 +286,7 @@ def _block_layer(state: dict[str, Tensor], input_scale: float, **arguments: Any)
 
 
 def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Module:
-    """The module that `module_config` described.
-
-    Raises:
-        ValueError: An unknown class, or arguments or tensors that do not fit it.
-    """
+    """The module that `module_config` described."""
     if not isinstance(config, dict) or not isinstance(config.get("class"), str):
         raise ValueError("its module is no class with arguments")
     name = config["class"]

@@ -48,11 +48,7 @@ _KINDS = {kind.__name__: kind for kind in _kinds(Step) if hasattr(kind, "op")}
 
 
 def step_data(step: Step, number: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A step in terms of JSON; its tensors are added to `tensors`.
-
-    Raises:
-        ValueError: It calls something that cannot be saved.
-    """
+    """A step in terms of JSON; its tensors are added to `tensors`."""
     data: dict[str, Any] = {"kind": type(step).__name__}
     found: dict[str, Tensor] = {}
     for one in fields(step):
@@ -145,12 +141,7 @@ class StepReader:
         self._libraries = libraries
 
     def read(self, data: Mapping[str, Any]) -> Step:
-        """The step of a file's entry.
-
-        Raises:
-            ValueError: A field is missing, unknown or of another type, or names a function, module
-                or tensor that is not there.
-        """
+        """The step of a file's entry."""
         path = str(data.get("path") or "the model")
         kind = _KINDS.get(str(data.get("kind")))
         if kind is None:

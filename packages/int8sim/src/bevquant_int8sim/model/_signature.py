@@ -28,12 +28,7 @@ def _is_value(value: object) -> bool:
 
 
 def bind(signature: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name to value for a call with `args` and `kwargs`.
-
-    Raises:
-        TypeError: The call has other arguments than the example inputs had.
-        ValueError: A constant of the traced forward has another value.
-    """
+    """Name to value for a call with `args` and `kwargs`."""
     found: dict[str, Any] = {}
     wanted, named_wanted = signature
     if len(args) != len(wanted) or kwargs.keys() != named_wanted.keys():

@@ -107,6 +107,7 @@ class Step:
         try:
             return self.run(args, kwargs, backend)
         except (ValueError, TypeError) as error:
+            # Errors of torch's or the author's code are theirs; others begin with the module.
             if self.foreign or str(error).startswith(self.where):
                 raise
             raise type(error)(f"{self.where}: {error}") from error
@@ -214,16 +215,12 @@ class Step:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call(Step):
-    """A call of a function or a module; the base of three kinds.
+    """A call of a function or a module; the base of three kinds."""
 
-    Attributes:
-        name: Name of the function, or class of the module.
-        function: The function.
-        module: The module, if it calls one.
-    """
-
+    # Name of the function, or class of the module.
     name: str
     function: Callable[..., Any] | None = None
+    # The module, if it calls one.
     module: nn.Module | None = None
 
     def run(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
@@ -315,14 +312,10 @@ class NumberCall(Call):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OperatorCall(Step):
-    """A call of an operator of torch's registry.
-
-    Attributes:
-        function: The operator.
-        constants: Arguments that read no value, by the names of its schema; `kwargs` has the rest.
-    """
+    """A call of an operator of torch's registry."""
 
     function: torch._ops.OpOverload
+    # Arguments that read no value, by the names of its schema; `kwargs` has the rest.
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     op = "operator"

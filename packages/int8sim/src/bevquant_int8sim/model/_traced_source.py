@@ -13,12 +13,8 @@ from bevquant_int8sim.model._form import RequiredType
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where an integer model comes from.
-
-    Attributes:
-        graph: The calibrated model's graph.
-        held: Node to the values that hold its tensor, by form.
-    """
+    """Where an integer model comes from."""
 
     graph: Graph
+    # Node to the values that hold its tensor, by form.
     held: Mapping[fx.Node, Mapping[RequiredType, str]]

@@ -44,9 +44,6 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
     inputs, neither the depth of a model nor its data move these bounds.
 
     What each step multiplies on the way is kept as `Program.operations`.
-
-    Raises:
-        ValueError: The first step beyond its bound is named.
     """
     try:
         verification = _Verification(integer)
@@ -62,14 +59,7 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
 def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequence[Any]) -> None:
     """Refuse a result that differs from that of the single steps.
 
-    Args:
-        integer: The integer model.
-        batch: The inputs of `ForcedRun.follow`; if a call takes other steps, one is made.
-        returned: Result of the integer model in `ForcedRun.follow`.
-        forced: Result of the forced graph.
-
-    Raises:
-        ValueError: A result differs.
+    `batch` has the inputs of `ForcedRun.follow`; if a call takes other steps, one is made.
     """
     floats = [found for value in forced if (found := tensor_of(value)) is not None]
     results = flatten(returned)[0]
@@ -109,27 +99,14 @@ class _Verification(ForcedRun):
 
 
 class StepBounds:
-    """How far rounding alone takes each value of an integer model from its forced run.
-
-    Args:
-        run: Of the integer model.
-    """
+    """How far rounding alone takes each value of an integer model from its forced run."""
 
     def __init__(self, run: ForcedRun) -> None:
         self._run, self._values = run, run.model.program.values
         self._slack: dict[str, float] = {}
 
     def hold(self, value: str, got: Tensor, forced: Tensor) -> None:
-        """Refuse what rounding does not explain, by the formula of `verify_model`.
-
-        Args:
-            value: Name of a value.
-            got: What the integer model made of it.
-            forced: What the fake-quantized model makes of the same inputs.
-
-        Raises:
-            ValueError: The step is named.
-        """
+        """Refuse what rounding does not explain, by the formula of `verify_model`."""
         step, form, slack = self._run.makers[value], self._values[value].form, self._of(value)
         if got.shape != forced.shape:
             raise _departure(step, f"has shape {tuple(got.shape)}, not {tuple(forced.shape)}")

@@ -36,29 +36,26 @@ _LARGEST_STRIDE = 1024  # kernels take a time that grows with it
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weighted(Stored, Rounds):
-    """A layer: (Σ x·w + b) · multiplier, of an integer weight; the base of four kinds.
+    """A layer: (Σ x·w + b) · multiplier, of an integer weight; the base of four kinds."""
 
-    Attributes:
-        weight: int8, in the layout that the kernel reads; FP8 in programs for files.
-        bias: int32 ``[out_channels]`` in units of the accumulator; float in programs for files.
-        multiplier: float64 ``[out_channels]``: s_x·s_w / s_y, or s_x·s_w of floats.
-        scale: float64 ``[out_channels]``: s_x·s_w of a layer that keeps its accumulators.
-        weight_scale: In programs for files that do not run here: s_w, ``[out_channels]``.
-        block_scale: In programs for files: scales of a weight in blocks.
-        channel_axis: Axis of the channels of the result.
-        out_axis: Axis of the output channels, or of those of a group, of the weight.
-        ranks: Axes that the weight may have.
-    """
-
+    # Int8, in the layout that the kernel reads; FP8 in programs for files.
     weight: Tensor
+    # int32 ``[out_channels]`` in units of the accumulator; float in programs for files.
     bias: Tensor | None = None
+    # float64 ``[out_channels]``: s_x·s_w / s_y, or s_x·s_w of floats.
     multiplier: Tensor | None = None
+    # float64 ``[out_channels]``: s_x·s_w of a layer that keeps its accumulators.
     scale: Tensor | None = None
+    # In programs for files that do not run here: s_w, ``[out_channels]``.
     weight_scale: Tensor | None = None
+    # In programs for files: scales of a weight in blocks.
     block_scale: Tensor | None = None
 
+    # Axis of the channels of the result.
     channel_axis: ClassVar[int] = -1
+    # Axis of the output channels, or of those of a group, of the weight.
     out_axis: ClassVar[int] = 0
+    # Axes that the weight may have.
     ranks: ClassVar[tuple[int, ...]]
 
     @property
@@ -128,16 +125,13 @@ def _expect(tensor: Tensor, name: str, dtype: torch.dtype, channels: int | None 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dense(Weighted):
-    """A layer of a dense tensor; the base of three kinds.
+    """A layer of a dense tensor; the base of three kinds."""
 
-    Attributes:
-        addend_multiplier: Of a second operand, which is added before the rounding.
-        windows: Fields that the kernel takes as they are.
-    """
-
+    # Of a second operand, which is added before the rounding.
     addend_multiplier: Positive | None = None
 
     reads: ClassVar[tuple[int, int] | None] = (1, 2)
+    # Fields that the kernel takes as they are.
     windows: ClassVar[tuple[str, ...]] = ()
     kernels: ClassVar[Mapping[int, Callable[..., Tensor]]]
 
@@ -262,16 +256,13 @@ def _check_sizes(axes: int, *settings: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseConv(Weighted):
-    """`int8_sparse_conv` of features and coordinates; makes both.
+    """`int8_sparse_conv` of features and coordinates; makes both."""
 
-    Attributes:
-        geometry: Kernel size, stride and the like.
-        indice_key: Name under which an inverse convolution finds this one.
-        sum_multiplier: Of the sum with a third argument, the residual.
-    """
-
+    # Kernel size, stride and the like.
     geometry: Geometry
+    # Name under which an inverse convolution finds this one.
     indice_key: str | None = None
+    # Of the sum with a third argument, the residual.
     sum_multiplier: Positive = 1.0
 
     op = "sparse_conv"

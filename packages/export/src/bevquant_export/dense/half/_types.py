@@ -33,7 +33,7 @@ class Typed:
     """A model with its types."""
 
     proto: Any
-    # Float32 parts other than pairs, by node or port, with the reason.
+    # float32 parts other than pairs, by node or port, with the reason.
     reasons: tuple[str, ...]
     halves: int
 
