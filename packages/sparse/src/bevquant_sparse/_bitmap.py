@@ -130,15 +130,11 @@ def find_neighbours(start, stop, indices, sizes, lines, width, step, cells, name
     " int32[:, ::1])"
 )
 def find_neighbours_3(start, stop, indices, sizes, lines, cells, names, neighbours):
-    """``find_neighbours`` for a width of 3 and a step of 1, the kernel nearly every network has.
-
-    The three bits of a line come from one or two words at once, and their rows are chosen without
-    branches, whose pattern could not be predicted. ``cells`` begins with a spare word for the
-    neighbour before the first voxel; ``names`` has one entry more, read where the last bit of a
-    line is absent.
-    """
+    """``find_neighbours`` for a width of 3 and a step of 1, the kernel nearly every network has."""
     count = lines.shape[0]
     deltas = np.empty(count, np.int64)
+    # ``cells`` begins with a spare word of 64 bits for the neighbour before the first voxel;
+    # ``names`` has one entry more, read where the last bit of a line is absent.
     for line in range(count):
         delta = lines[line, 0] * sizes[2] + lines[line, 1]
         deltas[line] = (delta * sizes[3] + lines[line, 2]) * sizes[4] - 1 + 64
@@ -146,6 +142,8 @@ def find_neighbours_3(start, stop, indices, sizes, lines, cells, names, neighbou
     absent = types.int32(-1)
     table = types.uint64(neighbours.ctypes.data)
     line_bytes = types.uint64(neighbours.shape[1] * 4)
+    # The three bits of a line come from one or two words at once, and their rows are chosen without
+    # branches, whose pattern could not be predicted.
     for number in range(start, stop):
         row = types.uint64(names[number])
         ahead = table + types.uint64(names[min(number + 8, stop - 1)]) * line_bytes

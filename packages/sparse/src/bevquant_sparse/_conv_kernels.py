@@ -126,10 +126,7 @@ def outer_product_tile(rows: int, vectors: int) -> Any:
 
 
 def row_prefetch(rows: int) -> Any:
-    """Intrinsic ``(x, x_stride, row_bytes, in_rows)``: ask for ``rows`` rows of a later tile.
-
-    The rows of a tile lie anywhere, which no hardware prefetcher foresees.
-    """
+    """Intrinsic ``(x, x_stride, row_bytes, in_rows)``: ask for ``rows`` rows of a later tile."""
 
     def emit(builder: ir.IRBuilder, args: Any) -> None:
         x, x_stride, row_bytes, in_rows = args
@@ -139,6 +136,7 @@ def row_prefetch(rows: int) -> Any:
             ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32]),
             "llvm.prefetch",
         )
+        # The rows of a tile lie anywhere, which no hardware prefetcher foresees.
         starts = [_row(builder, x, x_stride, in_rows, r) for r in range(rows)]
         with cgutils.for_range_slice(builder, _INT64(0), row_bytes, _INT64(64)) as (line, _):
             for start in starts:
@@ -312,11 +310,7 @@ _outer_3, _outer_4 = outer_product_tile(CHANNELS, 3), outer_product_tile(CHANNEL
     " float32[::1], float32[:, ::1], int64, int64)"
 )
 def convolve_block(block, block_rows, bounds, in_rows, out_rows, x, w, bias, out, column, width):
-    """``out[rows of block, 16·width columns from column] = bias + Σ_k x[neighbour] @ w[k]``.
-
-    Each output is one chain of fused multiply-adds over (offset, input channel), so it depends
-    on nothing but its own neighbours.
-    """
+    """``out[rows of block, 16·width columns from column] = bias + Σ_k x[neighbour] @ w[k]``."""
     volume, depth = w.shape[0], w.shape[1]
     for row in range(block * block_rows, min((block + 1) * block_rows, out.shape[0])):
         for i in range(column, column + 16 * width):
@@ -326,6 +320,8 @@ def convolve_block(block, block_rows, bounds, in_rows, out_rows, x, w, bias, out
     in_at, out_rows_at = in_rows.ctypes.data, out_rows.ctypes.data
     size = _R1 if width == 1 else _R2 if width == 2 else _R3 if width == 3 else _R4
     last = np.empty((2, size), np.int32)
+    # Each output is one chain of fused multiply-adds over (offset, input channel), so it depends on
+    # nothing but its own neighbours.
     for offset in range(volume):
         start, stop = bounds[block * volume + offset], bounds[block * volume + offset + 1]
         w_at = w.ctypes.data + offset * depth * width * 64
@@ -363,14 +359,12 @@ def convolve_block(block, block_rows, bounds, in_rows, out_rows, x, w, bias, out
 def outer_products(
     offset, first, stop, num_blocks, bounds, in_rows, out_rows, x, g, grad, column, width
 ):
-    """``grad[offset, first:stop] += Σ_pairs x[in, first:stop]ᵀ · g[out, 16·width columns]``.
-
-    Summed block by block, then over the blocks in order.
-    """
+    """``grad[offset, first:stop] += Σ_pairs x[in, first:stop]ᵀ · g[out, 16·width columns]``."""
     volume = grad.shape[0]
     x_at, x_stride = x.ctypes.data, x.shape[1] * 4
     g_at, g_stride = g.ctypes.data + column * 4, g.shape[1] * 4
     to, to_stride = grad.ctypes.data + column * 4, grad.shape[2] * 4
+    # Summed block by block, then over the blocks in order.
     for block in range(num_blocks):
         start = bounds[block * volume + offset]
         pairs = bounds[block * volume + offset + 1] - start

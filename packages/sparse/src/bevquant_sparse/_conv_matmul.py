@@ -32,12 +32,7 @@ _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 
 
 class GatheredProduct:
-    """``x[sources] @ w`` for many ``sources`` and ``w``, in buffers that are made once.
-
-    Args:
-        x: What rows are gathered from.
-        columns: Of each ``w``.
-    """
+    """``x[sources] @ w`` for many ``sources`` and ``w``, in buffers that are made once."""
 
     def __init__(self, x: Float[Tensor, "num_rows k"], columns: int) -> None:
         self.x = x

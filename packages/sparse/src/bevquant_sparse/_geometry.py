@@ -175,11 +175,9 @@ def _deconv_shape(
     padding: tuple[int, ...],
     output_padding: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """``(size − 1)·stride − 2·padding + kernel + output_padding``.
-
-    This is spconv's ``get_deconv_output_size``; unlike torch's rule it does not look at the
-    dilation, so a dilated transposed kernel is cut off at the far border.
-    """
+    """``(size − 1)·stride − 2·padding + kernel + output_padding``."""
+    # As spconv's ``get_deconv_output_size``: unlike torch's rule it does not look at the dilation,
+    # so a dilated transposed kernel is cut off at the far border.
     axes = zip(in_shape, kernel, stride, padding, output_padding, strict=True)
     return tuple((n - 1) * s - 2 * p + k + op for n, k, s, p, op in axes)
 
@@ -204,11 +202,7 @@ def _check_out_shape(out_shape: tuple[int, ...], *parameters: tuple[int, ...]) -
 
 
 def require_indices(indices: Tensor, ndim: int) -> Tensor:
-    """Return ``indices`` as a contiguous int32 or int64 ``[rows, 1 + ndim]`` tensor.
-
-    Column-major tensors (``mask.nonzero().int()``) are copied to row-major order here, so no
-    kernel below ever reads them through the wrong strides.
-    """
+    """Return ``indices`` as a contiguous int32 or int64 ``[rows, 1 + ndim]`` tensor."""
     if not isinstance(indices, Tensor):
         raise TypeError(f"indices: expected a torch.Tensor, got {type(indices).__name__}")
     if indices.dtype not in (torch.int32, torch.int64):
@@ -221,6 +215,8 @@ def require_indices(indices: Tensor, ndim: int) -> Tensor:
             f"indices have shape {tuple(indices.shape)}; expected [rows, {ndim + 1}]: the batch "
             f"index, then {ndim} coordinates for a spatial_shape of {ndim} axes"
         )
+    # Column-major tensors (``mask.nonzero().int()``) become row-major here, so no kernel below ever
+    # reads them through the wrong strides.
     # No call without need: it would be a node of an exported graph, and another tensor there.
     return indices if indices.is_contiguous() else indices.contiguous()
 

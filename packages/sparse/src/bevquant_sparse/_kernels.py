@@ -194,10 +194,8 @@ def _is_stock_forward(cls: type) -> bool:
 
 
 def _pool_forward(module: Any, x: Any, pool: Callable[[Tensor, Rulebook], Tensor]) -> Any:
-    """Pool over the voxels present in each window of spconv's ``SparseMaxPool``.
-
-    The rulebook is kept under ``indice_key``, so that an inverse convolution can undo the pooling.
-    """
+    """Pool over the voxels present in each window of spconv's ``SparseMaxPool``."""
+    # Kept under ``indice_key``, so that an inverse convolution can undo the pooling.
     rulebook, indice_dict = rulebook_for(module, x, "auto")
     record_voxel_count(module, rulebook)
     return with_rulebook(x, pool(x.features, rulebook), rulebook, indice_dict)

@@ -157,11 +157,7 @@ def _require_krsc(module: object) -> None:
 
 
 def weight_name(module: object) -> str:
-    """Name of the weight attribute: ``kernel`` in torchsparse and MinkowskiEngine.
-
-    Raises:
-        TypeError: The module has neither.
-    """
+    """Name of the weight attribute: ``kernel`` in torchsparse and MinkowskiEngine."""
     for name in ("weight", "kernel"):
         if hasattr(module, name):
             return name
@@ -169,14 +165,12 @@ def weight_name(module: object) -> str:
 
 
 def _reads_as_matrix(module: object) -> bool:
-    """Whether spconv 2 multiplies by ``weight.view(in, out)``: a 1×…×1 kernel, stride 1 or SubM.
-
-    The weight's shape says ``[out, 1, …, 1, in]`` all the same: its memory is read the other way.
-    A module that took over such a weight says so by a ``reads_as_matrix`` attribute.
-    """
+    """Whether spconv 2 multiplies by ``weight.view(in, out)``: a 1×…×1 kernel, stride 1 or SubM."""
+    # A module that took over such a weight declares it.
     declared = getattr(module, "reads_as_matrix", None)
     if isinstance(declared, bool):
         return declared
+    # The weight's shape says ``[out, 1, …, 1, in]`` all the same: its memory is read the other way.
     base = _known_base(type(module))
     return (
         base is not None

@@ -10,14 +10,12 @@ from torch._library.custom_ops import CustomOpDef
 
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Decorator: a function as the operator ``"name(arguments) -> results"`` on every device.
-
-    Operators change no argument and return none. What reads values (range checks, counts) is done
-    inside them: tracing records the call, and the check runs whenever the graph does.
-    """
+    """Decorator: a function as the operator ``"name(arguments) -> results"`` on every device."""
     name = schema.partition("(")[0]
 
     def decorate(function: Callable[..., Any]) -> CustomOpDef:
+        # Operators change no argument and return none. What reads values (range checks, counts) is
+        # done inside them: tracing records the call, and the check runs whenever the graph does.
         return torch.library.custom_op(
             f"bevquant_sparse::{name}", function, mutates_args=(), schema=schema[len(name) :]
         )

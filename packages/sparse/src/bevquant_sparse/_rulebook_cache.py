@@ -49,11 +49,9 @@ def rulebook_for(module: Any, x: Any, backend: str) -> tuple[Rulebook, dict[Any,
 def _same_geometry(
     indice_dict: dict[Any, Any], indices: Tensor, geometry: Geometry
 ) -> Rulebook | None:
-    """A rulebook of this geometry on these very coordinates, whatever it is called.
-
-    Layers without an ``indice_key``, as residual blocks have them, share theirs so: in memory,
-    in time, and in an exported graph, where equal sets of coordinates are then one value.
-    """
+    """A rulebook of this geometry on these very coordinates, whatever it is called."""
+    # Layers without an ``indice_key``, as residual blocks have them, share theirs so: in memory, in
+    # time, and in an exported graph, where equal sets of coordinates are then one value.
     for kept in indice_dict.values():
         if isinstance(kept, Rulebook) and kept.in_indices is indices:
             if _is_known(kept.geometry, geometry) and _unwritten(kept):
@@ -167,11 +165,9 @@ def _inverse(module: Any, x: Any, kept: Rulebook | None) -> Rulebook:
 
 
 def borrows(module: Any, kept: Rulebook) -> bool:
-    """Whether a SubM module runs along the rulebook of another kernel, as spconv 1 lets it.
-
-    Element k of the weight, row-major, multiplies the neighbours at element k of that kernel; the
-    rest of a larger weight is not read. spconv 2 refuses it.
-    """
+    """Whether a SubM module runs along the rulebook of another kernel, as spconv 1 lets it."""
+    # Element k of the weight, row-major, multiplies the neighbours at element k of that kernel; the
+    # rest of a larger weight is not read. spconv 2 refuses it.
     kernel, dilation = kernel_of(module, len(kept.kernel_size))
     return (
         kept.subm

@@ -57,10 +57,8 @@ _KEPT_CELLS = 2**23  # 64 MiB
 
 
 def _borrow(bits: int) -> npt.NDArray[np.uint64]:
-    """Cells for ``bits`` voxels, every word zero, with a spare word before and after.
-
-    They are kept from call to call, because fresh pages cost milliseconds.
-    """
+    """Cells for ``bits`` voxels, every word zero, with a spare word before and after."""
+    # Cells are kept from call to call, because fresh pages cost milliseconds.
     count = 2 * ((bits >> 6) + 3)
     with _lock:
         for place, cells in enumerate(_idle):

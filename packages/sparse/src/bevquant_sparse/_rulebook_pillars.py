@@ -61,11 +61,9 @@ def fill_entries(
 ):  # fmt: skip
     """The entries of tiles ``first … stop``: offsets in order, and each row's input under them.
 
-    ``names`` and ``out_names`` give the rows of ranks; empty where these are the same. A row's
-    inputs are found for every line that the tile sees, in a block of their own, and those of the
-    tile's offsets copied: no branch depends on a single voxel, whose pattern nobody could predict.
-    Indices are unsigned, because numba tests signed ones for being negative.
+    ``names`` and ``out_names`` give the rows of ranks; empty where these are the same.
     """
+    # Indices are unsigned, because numba tests signed ones for being negative.
     zero, one, two, step = types.uint64(0), types.uint64(1), types.uint64(2), types.uint64(size)
     absent = types.int32(-1)
     pattern = (one << step) - one
@@ -74,6 +72,9 @@ def fill_entries(
     num_lines = types.uint64(lines.shape[1])
     present = np.empty(lines.shape[1], np.uint64)  # lines that some row of the tile sees
     chosen = np.empty(lines.shape[1] * size, np.uint64)  # their places in the block, by entry
+    # A row's inputs are found for every line that the tile sees, in a block of their own, and those
+    # of the tile's offsets copied: no branch depends on a single voxel, whose pattern nobody could
+    # predict.
     block = np.empty((lines.shape[1] * size, tile_rows), np.int32)
     renamed, out_renamed = names.shape[0] > 0, out_names.shape[0] > 0
     for tile in range(first, stop):
@@ -166,10 +167,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
-    """Pillars of int32 coordinates, kept as long as they live; ``None`` for what is not one grid's.
-
-    Voxels outside of the grid and repeated ones are left to ``build_rulebook`` to name.
-    """
+    """Pillars of int32 coordinates, kept as long as those live; ``None`` for faulty ones."""
     found = _recall(indices, sizes)
     if found is not None:
         return found
@@ -177,6 +175,7 @@ def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
     keys = np.empty(len(rows), np.int64)
     state = linear_keys(rows, np.array(sizes, np.int64), keys) & 3
     names = np.empty(0, np.int32)
+    # `build_rulebook` names voxels outside of the grid, and repeated ones.
     if state == OUT_OF_RANGE:
         return None
     if state == UNSORTED:
@@ -267,12 +266,7 @@ class Tiles:
 
 
 def build_pillars(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tiles] | None:
-    """Output coordinates and tiles; ``None`` for unsupported geometries and bad coordinates.
-
-    Args:
-        indices: Coordinates.
-        geometry: Geometry of a convolution.
-    """
+    """Output coordinates and tiles; ``None`` for unsupported geometries and bad coordinates."""
     if (
         indices.device.type != "cpu"
         or indices.dtype != torch.int32

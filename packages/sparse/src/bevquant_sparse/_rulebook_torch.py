@@ -176,8 +176,7 @@ def _strided(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
 def _list_pairs(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, int, int]:
     """All pairs, by input row: ``(input row, output key << bits | kernel offset, bound, bits)``.
 
-    Output keys ascend with the output coordinates and lie in ``0…bound − 1``; they are linear in
-    the coordinates where that fits, dense ranks otherwise.
+    Output keys ascend with the output coordinates and lie in ``0…bound − 1``.
     """
     slots = [_axis_slots(indices[:, a + 1], geometry, a) for a in range(geometry.ndim)]
     sizes = (geometry.batch_size, *geometry.out_shape)
@@ -188,6 +187,7 @@ def _list_pairs(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, in
         share = limit // (geometry.ndim + 1)
         if bound << bits < share:
             return *_list_linear(indices, slots, geometry, dtype, -share), bound, bits
+    # Too large a grid for linear keys: dense ranks of the rows keep the order.
     rows, tagged = _list_wide(indices, slots, geometry)
     return rows, tagged, rows.shape[0] + 1, bits
 
@@ -237,12 +237,7 @@ def _list_wide(
 
 
 def _axis_slots(column: Tensor, geometry: Geometry, axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel index, output coordinate and validity along one axis, ``[rows, slots]`` each.
-
-    For a convolution only kernel indices that divide by the stride are listed: with
-    ``g = gcd(stride, dilation)`` they lie ``stride/g`` apart, from the first one on, and the
-    output coordinate falls by ``dilation/g`` from one to the next.
-    """
+    """Kernel index, output coordinate and validity along one axis, ``[rows, slots]`` each."""
     size, stride = geometry.kernel_size[axis], geometry.stride[axis]
     padding, dilation = geometry.padding[axis], geometry.dilation[axis]
     device = column.device
@@ -251,6 +246,9 @@ def _axis_slots(column: Tensor, geometry: Geometry, axis: int) -> tuple[Tensor, 
         kernel = torch.arange(size, device=device).expand(column.shape[0], size)
         out = (column * stride - padding).unsqueeze(1) + kernel * dilation
     else:
+        # Only kernel indices that divide by the stride are listed: with g = gcd(stride, dilation)
+        # they lie stride/g apart, from the first one on, and the output coordinate falls by
+        # dilation/g from one to the next.
         common = math.gcd(stride, dilation)
         step = stride // common
         slot = torch.arange(-(-size // step), device=device)
@@ -270,11 +268,9 @@ def _axis_slots(column: Tensor, geometry: Geometry, axis: int) -> tuple[Tensor, 
 def _first_kernel_index(
     rest: Tensor, size: int, stride: int, dilation: int
 ) -> tuple[Tensor, Tensor]:
-    """For each remainder the first kernel index that divides, and its output's lead.
-
-    The least k with ``k·dilation ≡ rest (mod stride)``: with ``g = gcd(stride, dilation)`` it is
-    ``rest/g · (dilation/g)⁻¹ mod stride/g`` where g divides the remainder; `size` where none is.
-    """
+    """For each remainder the first kernel index that divides, and its output's lead."""
+    # The least k with k·dilation ≡ rest (mod stride) is rest/g · (dilation/g)⁻¹ mod stride/g, where
+    # g = gcd(stride, dilation) divides the remainder; `size` stands for none.
     common = math.gcd(stride, dilation)
     step = stride // common
     inverse = pow(dilation // common, -1, step)
@@ -327,11 +323,9 @@ def _linear_keys(indices: Tensor, strides: list[int], origin: int = 0) -> Tensor
 
 
 def _lexicographic_rank(columns: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
-    """Dense rank of each row, exact for any int32 grid.
-
-    Columns are folded one by one: a rank is below the number of rows (< 2³¹) and a coordinate
-    below 2³¹, so ``rank · size + coordinate`` stays below 2⁶² whatever the grid's volume.
-    """
+    """Dense rank of each row, exact for any int32 grid."""
+    # Folded one by one, a rank is below the number of rows (< 2³¹) and a coordinate below 2³¹:
+    # their product stays below 2⁶² whatever the grid's volume.
     rank = columns[0].long()
     for column, size in zip(columns[1:], sizes[1:], strict=True):
         rank = torch.unique(rank * size + column.long(), return_inverse=True)[1]

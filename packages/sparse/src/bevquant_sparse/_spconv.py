@@ -138,10 +138,8 @@ def _check_module(module: Any, features: Tensor) -> None:
 
 
 def _suppose_voxels(indices: Tensor) -> None:
-    """A graph goes the way of a frame with voxels, where it cannot tell how many there are.
-
-    ``SparseSequential`` asks for it in front of every layer. Frames without any run all the same.
-    """
+    """A graph goes the way of a frame with voxels, where it cannot tell how many there are."""
+    # `SparseSequential` asks in front of every layer. Frames without any run all the same.
     rows: Any = indices.shape[0]
     if isinstance(rows, torch.SymInt) and not rows.node.has_hint():
         torch._check(rows >= 1)

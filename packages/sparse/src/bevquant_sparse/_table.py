@@ -21,17 +21,13 @@ _lock = Lock()
 
 @dataclass(frozen=True)
 class Table:
-    """Input rows by output row and kernel offset.
+    """Input rows by output row and kernel offset."""
 
-    Attributes:
-        neighbours: int32 ``[num_out, kernel_volume]``, −1 where there is none.
-        num_in: Number of input rows.
-        subm: Whether inputs and outputs are the same rows and the kernel is centred: the table
-            is its own inverse, mirrored.
-    """
-
+    # Int32 ``[num_out, kernel_volume]``, −1 where there is none.
     neighbours: Tensor
     num_in: int
+    # Whether inputs and outputs are the same rows and the kernel is centred: the table is its own
+    # inverse, mirrored.
     subm: bool
 
     @property

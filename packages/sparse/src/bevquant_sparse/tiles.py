@@ -31,22 +31,18 @@ _MASK_BITS = 32  # offsets that take part in sorting
 
 @dataclass(frozen=True)
 class SparsePlan:
-    """Tiles of a rulebook.
-
-    Attributes:
-        tile_rows: Rows of a tile.
-        num_tiles: Number of tiles; the last one may have rows that are none (−1).
-        bounds: int32 ``[num_tiles + 1]``: entries of tile t are ``bounds[t] … bounds[t + 1]``.
-        offsets: int32 ``[entries]``: kernel offset of each entry.
-        rows: int32 ``[entries, tile_rows]``: input row of each tile row, −1 where absent.
-        out_rows: int32 ``[num_tiles, tile_rows]``: output rows, −1 behind the last.
-    """
+    """Tiles of a rulebook."""
 
     tile_rows: int
+    # Number of tiles; the last one may have rows that are none (−1).
     num_tiles: int
+    # Int32 ``[num_tiles + 1]``: entries of tile t are ``bounds[t] … bounds[t + 1]``.
     bounds: npt.NDArray[np.int32]
+    # Int32 ``[entries]``: kernel offset of each entry.
     offsets: npt.NDArray[np.int32]
+    # Int32 ``[entries, tile_rows]``: input row of each tile row, −1 where absent.
     rows: npt.NDArray[np.int32]
+    # Int32 ``[num_tiles, tile_rows]``: output rows, −1 behind the last.
     out_rows: npt.NDArray[np.int32]
 
 
@@ -78,13 +74,7 @@ def plan_for(rulebook: _Rulebook, tile_rows: int) -> SparsePlan:
 def plan_in_order(
     neighbours: npt.NDArray[np.int32], out_rows: npt.NDArray[np.int32], tile_rows: int
 ) -> SparsePlan:
-    """The plan of outputs taken as they come.
-
-    Args:
-        neighbours: int32 ``[outputs, volume]``: input rows, −1 where absent.
-        out_rows: int32 ``[outputs]``: the row that each is stored to.
-        tile_rows: Rows of a tile.
-    """
+    """The plan of outputs taken as they come; each is stored to its row of `out_rows`."""
     plan = _tiles(neighbours, np.arange(len(neighbours), dtype=np.int32), tile_rows)
     named = np.where(plan.out_rows >= 0, out_rows[plan.out_rows], -1).astype(np.int32)
     return replace(plan, out_rows=named)

@@ -37,11 +37,8 @@ class SparseModule(nn.Module):
 
 
 def _as_own(module: Any, weight: Tensor, key: str) -> Tensor:
-    """A saved weight in spconv 2's layout, KRSC.
-
-    A shape tells the layout unless the kernel's sizes all equal both numbers of channels. A weight
-    that fits no layout is left to torch's error.
-    """
+    """A saved weight in spconv 2's layout, KRSC."""
+    # A shape tells the layout unless the kernel's sizes all equal both numbers of channels.
     own, layout = tuple(module.weight.shape), _constants.SAVED_WEIGHT_LAYOUT
     shapes = {
         "KRSC": own,
@@ -56,6 +53,7 @@ def _as_own(module: Any, weight: Tensor, key: str) -> Tensor:
         )  # fmt: skip
     if not layout:
         layout = "RSCK" if own != tuple(weight.shape) == shapes["RSCK"] else "KRSC"
+    # A weight that fits no layout is left to torch's error.
     if layout == "KRSC" or tuple(weight.shape) != shapes[layout]:
         return weight
     if layout == "RSKC":

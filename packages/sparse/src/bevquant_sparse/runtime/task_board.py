@@ -107,10 +107,8 @@ def _wait(address, seen, pauses):
 
 @functools.cache
 def patience() -> int:
-    """How many looks at a number fill `_PATIENCE`.
-
-    Measured once: the pause between two looks takes 10 to 140 cycles, by the CPU.
-    """
+    """How many looks at a number fill `_PATIENCE`."""
+    # Measured, once: the pause between two looks takes 10 to 140 cycles, by the CPU.
     cell, looks = new_cell(), 1000
     seconds = []
     for _ in range(5):
@@ -212,8 +210,7 @@ def lead(board, tasks, stops, stage, stages, base, turn, pauses):
 def serve(board, lane, seen, pauses):
     """Take part in posted work, in a lane from 1 on, until this many looks found none.
 
-    Returns the last turn that was seen. An odd turn other than `seen` stands for work that is not
-    on the board; it is returned at once.
+    Returns the last turn that was seen, or at once another odd one.
     """
     waited = 0
     while waited < pauses:
@@ -221,6 +218,7 @@ def serve(board, lane, seen, pauses):
         if turn == seen:
             waited += 1
             continue
+        # An odd turn stands for work that is not on the board.
         if turn % 2 == 1:
             return turn
         seen = turn

@@ -200,13 +200,7 @@ def drain_together(
     """Run tables of tasks (see `task_board.drain`) on ``torch.get_num_threads()`` threads.
 
     Python has no part in it but for the first and the last microsecond. While another thread does
-    the same, this one works alone.
-
-    Args:
-        tasks: Address of the rows of all stages.
-        stops: The row before which each stage ends; it begins when the one before is done.
-        base: Added to where each task's parameters lie.
-        alone: Whether the calling thread is enough.
+    the same, this one works alone. `base` is added to where each task's parameters lie.
     """
     threads = 1 if alone else torch.get_num_threads()
     if threads == 1 or not _pool(threads - 1).drain(tasks, stops, base):
@@ -219,12 +213,7 @@ def lines_of(
 ) -> npt.NDArray[np.float64]:
     """A line of `fields` numbers for each block of values: sums that do not depend on the threads.
 
-    Args:
-        kernel: ``kernel(*blocks, *settings, line)`` fills the line, zeros at first, of one block of
-            each array.
-        fields: Length of a line.
-        arrays: Flat, all of one length.
-        settings: Further arguments of the kernel.
+    ``kernel(*blocks, *settings, line)`` fills the line, zeros at first, of one block of each array.
     """
     count = len(arrays[0])
     lines = np.zeros((-(-count // _BLOCK), fields))
