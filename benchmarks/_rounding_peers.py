@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from bevquant_quantizers import Format
+
 
 @torch.no_grad()
 def equalized(model: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
@@ -28,7 +30,7 @@ def equalized(model: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
 
 
 def adaround(
-    weight: Tensor, hessian: Tensor, step: Tensor, low: int, high: int, _kept: Tensor | None = None,
+    weight: Tensor, hessian: Tensor, step: Tensor, form: Format, _kept: Tensor | None = None,
     *, steps: int = 2000,
 ) -> Tensor:  # fmt: skip
     """AdaRound (Nagel et al. 2020, arXiv 2004.10568) of one layer, its linear output as target.
@@ -47,7 +49,7 @@ def adaround(
         optimizer = torch.optim.Adam([v], lr=1e-2)
         for i in range(steps):
             soft = (torch.sigmoid(v) * 1.2 - 0.1).clamp(0, 1)
-            error = (start + soft).clamp(low, high) * scale - target
+            error = (start + soft).clamp(form.low, form.high) * scale - target
             loss = ((error @ h) * error).sum()
             if i > 0.2 * steps:
                 beta = 20 - 18 * (i / steps - 0.2) / 0.8
@@ -56,4 +58,4 @@ def adaround(
             loss.backward()
             optimizer.step()
     up = (torch.sigmoid(v.detach()) * 1.2 - 0.1) >= 0.5
-    return (base + up).clamp(low, high) * step
+    return (base + up).clamp(form.low, form.high) * step

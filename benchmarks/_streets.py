@@ -35,11 +35,13 @@ from bevfusion_quant.saved_run import LoadedRun, load_run
 from bevquant_qnn import PrecisionPlan
 from bevquant_quantizers.documents import sha256
 
-W4A8 = {"weight_bits": 4, "rounding": "gptq", "bias_correction": True}
+ROUNDED = {"rounding": "gptq", "bias_correction": True}
+W4A8 = {"weight_bits": 4, **ROUNDED}
 FORMATS: dict[str, dict[str, Any]] = {
     "W8A8": {},
     "W8A8-unsigned": {"unsigned": True},
     "FP8": {"plan": "fp8"},
+    "FP8-gptq": {"plan": "fp8", **ROUNDED},
     "W4A8": W4A8,
     "W4A8-head": {**W4A8, "quantize_head": True, "output_weight_bits": 4},
     "W4A8-last8": {**W4A8, "quantize_head": True},
@@ -66,7 +68,8 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     digest, noted = sha256(settings["weights"]), folder / f"{name}.sha256"
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
-            model = made_run(folder, f"{name}-int8", **settings).quantized_model
+            unrounded = settings | {"rounding": "nearest", "bias_correction": False}
+            model = made_run(folder, f"{name}-int8", **unrounded).quantized_model
             settings["plan"] = folder / f"{name}.json"
             settings["plan"].write_text(PrecisionPlan.by_hand(model, {}, precision).to_json())
         folder.mkdir(parents=True, exist_ok=True)

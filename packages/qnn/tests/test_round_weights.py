@@ -11,9 +11,21 @@ import torch
 from torch import nn
 
 from bevquant_fusion import fuse_model
-from bevquant_qnn import QuantConfig, quantize_model, round_weights
+from bevquant_qnn import (
+    PrecisionPlan,
+    QuantConfig,
+    apply_precision,
+    quantize_model,
+    round_weights,
+)
 from bevquant_qnn._round_weights import gptq
-from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate, quantization_disabled
+from bevquant_quantizers import (
+    QuantDescriptor,
+    TensorQuantizer,
+    calibrate,
+    format_of,
+    quantization_disabled,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 
@@ -157,7 +169,7 @@ def test_gptq_chooses_the_range_by_the_output(per_channel):
     before = model[0].weight_quantizer.amax.clone()
     second = (x.T @ x).double() / len(x)
     weight = layer.weight.detach().double()
-    fixed = gptq(weight, second, before.double().expand(6, 1) / 7, -7, 7) - weight
+    fixed = gptq(weight, second, before.double().expand(6, 1) / 7, format_of(4)) - weight
     fixed = float(((fixed @ second) * fixed).sum() / ((weight @ second) * weight).sum())
     (found,) = round_weights(model, [x], rows=ALL).layers
     after = model[0].weight_quantizer.amax
@@ -167,6 +179,30 @@ def test_gptq_chooses_the_range_by_the_output(per_channel):
     with torch.no_grad():
         torch.testing.assert_close(model[0].quantized_weight(), model[0].weight)
         assert output_error(model, x, layer(x)) == pytest.approx(found.error, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [(4, 3), (5, 2)])
+def test_gptq_rounds_to_fp8_numbers_with_scales_by_the_output(bits):
+    torch.manual_seed(3)
+    layer = nn.Conv2d(4, 6, 3)
+    x = torch.randn(4, 4, 9, 9) + torch.randn(4, 1, 9, 9)
+    model = alone(layer, x, weight_bits=bits)
+    before = model[0].weight_quantizer.amax.clone()
+    check_errors(model, x)
+    quantizer = model[0].weight_quantizer
+    torch.testing.assert_close(quantizer(model[0].weight), model[0].weight, rtol=1e-6, atol=0)
+    assert bool((quantizer.amax != before).any())
+    assert bool((quantizer.amax < 2.1 * before).all())
+
+
+def test_weights_in_blocks_are_left_alone():
+    model = nn.Sequential(nn.Linear(32, 4))
+    x = torch.randn(8, 32)
+    model = quantize_model(model, QuantConfig(), x).model
+    calibrate(model, [x])
+    apply_precision(model, PrecisionPlan.by_hand(model, {}, "mxfp8"))
+    ((path, reason),) = round_weights(model, [x]).skipped
+    assert (path, reason) == ("0", "its weight has scales by block, which follow from the values")
 
 
 def test_a_range_of_several_layers_stays():
@@ -213,7 +249,7 @@ def test_columns_of_several_blocks_are_rounded_one_after_the_other():
         error = (left[:, i] - wanted[:, order[i]]) / inverse[0, 0]
         left[:, i:] -= error[:, None] * inverse[0]
         inverse = (inverse - inverse[:, :1] * inverse[:1] / inverse[0, 0])[1:, 1:]
-    torch.testing.assert_close(gptq(weight, hessian, step, -7, 7), wanted)
+    torch.testing.assert_close(gptq(weight, hessian, step, format_of(4)), wanted)
 
 
 def four_bits(net, inputs, **options):

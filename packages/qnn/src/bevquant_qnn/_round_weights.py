@@ -23,7 +23,7 @@ from bevquant_qnn._linear_form import (
 )
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._sparsity import is_2_4, mask_2_4, why_dense
-from bevquant_quantizers import TensorQuantizer, format_of, quantization_disabled
+from bevquant_quantizers import Format, TensorQuantizer, format_of, quantization_disabled
 
 # Inputs of each layer, in the quantized model and in the float one, layer after layer.
 
@@ -147,9 +147,10 @@ def round_weights(
     - ``rounding="gptq"`` minimises E‖(Q − W)·p‖² over patches p of the layer's input, column by
       column with error feedback (Frantar et al. 2022, arXiv 2210.17323). The weight parameter then
       holds grid values, which its quantizer does not change. ``"nearest"`` keeps the weights.
-    - Below 8 bits GPTQ also chooses the weight's range, of each channel where channels have their
-      own. Eleven shares of it, 0.5 to 1, are tried; after each, the step is fitted to the integers
-      k: s = wᵀHk / kᵀHk, H = E[p·pᵀ]. The least error counts. A range that is learned, that follows
+    - Below 8 bits and in FP8 GPTQ also chooses the weight's range, of each channel where channels
+      have their own. Eleven shares of it, 0.5 to 1, are tried, of FP8 eight within an octave above
+      it; after each, the step is fitted to the numbers k: s = wᵀHk / kᵀHk, H = E[p·pᵀ]. The least
+      error counts. A range that is learned, that follows
       the weight or that several layers share stays, and no bias may exceed 2³⁰ steps.
     - ``correct_bias`` adds E[W·p] − E[Q·p̂] to the bias, p from the float model and p̂ from the
       quantized one: the mean shift by rounding (Nagel et al. 2019, arXiv 1906.04721, section 4.2,
@@ -289,9 +290,9 @@ def _round(
     module: Any = model.get_submodule(path)
     corrects = correct_bias and module.bias is not None
     weight = matrix_of(module).double()
-    low, high = _integers(module)
+    form = _form(module)
     mask = _kept(module, weight, moments.second, sparsity)
-    nearest = _integers_at(steps, weight).clamp(low, high) * steps * mask
+    nearest = _numbers_at(steps, weight, form) * steps * mask
     centred = moments.second
     if corrects:
         # The bias takes up any shift, so only what varies counts.
@@ -305,7 +306,7 @@ def _round(
             chosen = found
             if len(tried) > 1:
                 put_grid_step(module, fitted)  # in float32, so the grid is read again
-                chosen = _integers_at(fitted, found) * grid_step(module)
+                chosen = _numbers_at(fitted, found, form) * grid_step(module)
     if rounding == "gptq" or sparsity:
         put_matrix(module, chosen)
     if corrects:
@@ -331,19 +332,20 @@ def _kept(module: Any, weight: Tensor, second: Tensor, sparsity: bool) -> Tensor
     return mask_2_4(size.flatten(0, 1).unflatten(1, (-1, kernel))).view_as(weight)
 
 
-def _integers(module: Any) -> tuple[int, int]:
+def _form(module: Any) -> Format:
     quantizer = module.weight_quantizer
-    form = format_of(quantizer.num_bits, narrow_range=quantizer.narrow_range)
-    return int(form.low), int(form.high)
+    return format_of(quantizer.num_bits, narrow_range=quantizer.narrow_range)
 
 
-def _integers_at(steps: Tensor, weight: Tensor) -> Tensor:
-    return (weight / torch.where(steps > 0, steps, 1.0)).round()
+def _numbers_at(steps: Tensor, weight: Tensor, form: Format) -> Tensor:
+    return form.rounded(weight / torch.where(steps > 0, steps, 1.0))
 
 
 # Of the calibrated range, which is the largest weight: at 4 bits clipping it costs less than the
 # coarser grid of the others.
 _SHARES = torch.arange(10, 21, dtype=torch.float64) / 20
+# FP8 numbers look alike an octave further, so clipping gains nothing.
+_OCTAVE = 2 ** (torch.arange(8, dtype=torch.float64) / 8)
 
 
 def _tried_steps(module: Any, model: nn.Module, steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,9 +354,10 @@ def _tried_steps(module: Any, model: nn.Module, steps: Tensor) -> tuple[Tensor, 
     owners = [m for m in model.modules() if m._modules.get("_weight_quantizer") is quantizer]
     # A range that is learned, or of several layers, is not this layer's to choose.
     own = None if quantizer._learn_amax or len(owners) > 1 else quantizer.amax
-    if quantizer.num_bits >= 8 or own is None or own.numel() not in (1, steps.numel()):
+    exact = isinstance(quantizer.num_bits, int)
+    if (exact and quantizer.num_bits >= 8) or own is None or own.numel() not in (1, steps.numel()):
         return steps[None], steps
-    own, shares = own.clone(), _SHARES.to(steps)
+    own, shares = own.clone(), (_SHARES if exact else _OCTAVE).to(steps)
     put_grid_step(module, steps * shares[0])
     # Wider where the bias would have too many steps.
     module.settle_ranges()
@@ -367,10 +370,9 @@ def _searched(
     module: Any, weight: Tensor, hessian: Tensor, tried: Tensor, least: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Round with each of the steps tried, [tries, groups, out, 1]; the best weights and steps."""
-    low, high = _integers(module)
-    tries = len(tried)
+    form, tries = _form(module), len(tried)
     groups = [
-        gptq(w.repeat(tries, 1), h, steps.reshape(-1, 1), low, high, free.repeat(tries, 1))
+        gptq(w.repeat(tries, 1), h, steps.reshape(-1, 1), form, free.repeat(tries, 1))
         for w, h, steps, free in zip(weight, hessian, tried.unbind(1), kept, strict=True)
     ]
     found = torch.stack([rows.unflatten(0, (tries, -1)) for rows in groups], 1)
@@ -400,9 +402,9 @@ _BLOCK = 128  # columns: what each changes at once stays in the cache
 
 
 def gptq(
-    weight: Tensor, hessian: Tensor, step: Tensor, low: int, high: int, kept: Tensor | None = None
+    weight: Tensor, hessian: Tensor, step: Tensor, form: Format, kept: Tensor | None = None
 ) -> Tensor:
-    """Round to the grid step · {low…high} with a small output error, not a small weight error.
+    """Round to the grid step · numbers of a format with a small output error of the layer.
 
     Minimises tr((Q − W)·H·(Q − W)ᵀ), H = E[p·pᵀ] over the layer's patches p, greedily: columns in
     the order of falling H_ii are rounded half to even one after the other, and each one's error is
@@ -413,8 +415,7 @@ def gptq(
         weight: float64 [out, in].
         hessian: float64 [in, in], symmetric, not negative.
         step: float64 [out, 1], the grid's step; 0 for a row of zeros.
-        low: Least integer.
-        high: Largest integer.
+        form: Format of the numbers.
         kept: [out, in], False where the weight becomes 0; all by default.
 
     Returns:
@@ -438,7 +439,7 @@ def gptq(
         errors = torch.zeros_like(left[:, start:stop])
         for i in range(start, stop):
             at = slice(i, i + 1)
-            rounded[:, at] = (left[:, at] / safe).round().clamp(low, high) * step * free[:, at]
+            rounded[:, at] = form.rounded(left[:, at] / safe) * step * free[:, at]
             errors[:, i - start] = (left[:, i] - rounded[:, i]) / upper[i, i]
             left[:, i:stop] -= errors[:, i - start, None] * upper[i, i:stop]
         # The columns behind the block take all of its errors in one product.

@@ -91,7 +91,7 @@ class PtqOptions(TargetOptions):
         quantize_first_layer: Quantize the first sparse convolution too; NVIDIA deploys it in fp16.
         plan: Precision of each layer: the plan.json of `sensitivity --budget`. Default: int8 for
             every layer.
-        weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
+        weight_bits: Bits of quantized weights, 4 to 8; activations have 8.
         output_weight_bits: Bits of the weights of the layers that compute the outputs of a
             quantized head, 4 to 8. Fewer cost most of the accuracy that --weight-bits 4 costs.
         unsigned: Integers 0 to 255, with half the step, for maps that are never negative, as behind
