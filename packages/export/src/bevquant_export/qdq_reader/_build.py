@@ -37,7 +37,7 @@ from bevquant_export.qdq_reader._constants import (
     where_of,
 )
 from bevquant_export.qdq_reader._layers import layer_of, pad_windows
-from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT
+from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT, tensor
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -52,7 +52,7 @@ _KEEP_SIGN = VALUES_KEPT | frozenset(
 
 
 class Builder:
-    """Builds the module of a graph of opset 13 to 23 without functions.
+    """Builds the module of a graph of opset 13 to 26 without functions.
 
     `activations` are names of tensors to the Relu or Clip that makes them in the float file, see
     `_activated`; None where that is unknown. `grids` are input names to the grids that quantize
@@ -74,6 +74,7 @@ class Builder:
         self.integers: dict[str, Grid] = {}  # what QuantizeLinear gives, held as floats
         self.grids: dict[str, Grid] = {}
         self.non_negative: set[str] = set()
+        self.sizes: set[str] = set()  # computed of sizes alone, which functions hold as arrays
         self.makers = {name: node.op_type for node in proto.graph.node for name in node.output}
         self.origins = {name: name for name in self.constants}
         self._unnamed: Counter[str] = Counter()
@@ -168,6 +169,8 @@ class Builder:
             return
         if x in {entry.name for entry in self.inputs}:
             self.grids.setdefault(x, grid)
+        if x in self.sizes:
+            self.nodes[x] = self._call(self._name(x, "tensor"), Operator(tensor, [0], {}, x), [x])
         read = self._activated(x, grid)
         quantizer = grid.quantizer(self._rank(x))
         self.nodes[y] = self._call(self._name(x, "quantizer"), quantizer, [read])
@@ -345,6 +348,9 @@ class Builder:
             raise ValueError("its weight is computed; expected a constant")
         slots: list[Any] = []
         read: list[str] = []
+        of_sizes = op in ("Shape", "Size") or self.sizes.issuperset(
+            n for n in node.input if n and n not in self.constants
+        )
         for number, name in enumerate(node.input):
             value = self.constants.get(name)
             if not name:
@@ -357,7 +363,7 @@ class Builder:
                 read.append(self._quantized_constant(name, value))
             else:
                 found = value_of(value)
-                number_like = number in _NUMBERS.get(op, ()) or found.dtype.kind != "f"
+                number_like = of_sizes or number in _NUMBERS.get(op, ()) or found.dtype.kind != "f"
                 slots.append(found if number_like else torch.from_numpy(found.copy()))
         outputs = [name for name in node.output if name]
         settings = dict(attributes)
@@ -374,6 +380,8 @@ class Builder:
             raise ValueError(f"{len(outputs)} outputs are read; expected the first one alone")
         else:
             self.nodes[outputs[0]] = made
+        if of_sizes:
+            self.sizes.update(outputs)
         if op in _NON_NEGATIVE or (op in _KEEP_SIGN and self.non_negative.issuperset(read)):
             self.non_negative.update(outputs)
         if read:

@@ -160,6 +160,9 @@ OWN = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant", "ConvTranspos
 """Operators without a function in the table."""
 
 
+_REFUSALS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError)
+
+
 class NodeError(ValueError):
     """An error whose message names its node."""
 
@@ -188,8 +191,8 @@ class Operator(nn.Module):
         inputs = [known[s] if isinstance(s, int | str) else s for s in self.slots]
         try:
             return self.function(*inputs, **self.settings)
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            if type(error) not in (ValueError, TypeError, KeyError, RuntimeError):
+        except _REFUSALS as error:
+            if type(error) not in _REFUSALS:
                 raise  # of torch's own, which a capture reads
             raise NodeError(f"{self.where}: {error}") from error
 

@@ -8,6 +8,7 @@ input and are added as accumulators, which is exact.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import bevquant_qnn
 from bevquant_export.qdq_reader._constants import Array, Grid, Stored, raw, value_of
@@ -140,6 +142,31 @@ def _conv(
     return made
 
 
+def _nearest(x: Tensor, size: list[Any] | None, factors: list[float] | None) -> Tensor:
+    """Rows floor(i / s) of each grid axis, divided in float32 as ONNX Runtime does.
+
+    torch multiplies by 1 / s, which gives another row where i / s is nearly whole, and sizes
+    floor(n·s) in float64.
+    """
+    axes = list(x.shape[2:])
+    if size is not None:
+        steps = [out / n for out, n in zip(size, axes, strict=True)]
+    else:
+        steps = [float(np.float32(factor)) for factor in factors or [1.0] * len(axes)]
+        pairs = zip(axes, steps, strict=True)
+        size = [math.floor(np.float32(n * s) if isinstance(n, int) else n * s) for n, s in pairs]
+    if size == axes:
+        return x
+    for axis, (n, out, step) in enumerate(zip(axes, size, steps, strict=True), 2):
+        if isinstance(n, int) and isinstance(out, int):
+            places = np.floor(np.arange(out, dtype=np.float32) / np.float32(step))
+            rows = torch.from_numpy(places.clip(max=n - 1).astype(np.int64))
+        else:
+            rows = torch.floor(torch.arange(out, dtype=torch.float32) / step).clamp(max=n - 1)
+        x = x.index_select(axis, rows.long())
+    return x
+
+
 _COORDINATES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric")
 
 
@@ -177,6 +204,12 @@ def _resize(
             "factors), linear or cubic (half_pixel or align_corners) over grid axes. Export the "
             "resizing with one of these"
         )
+    if size is not None:
+        whole = all(
+            statically_known_true(m % n == 0) for m, n in zip(size, x.shape[2:], strict=True)
+        )
+    if mode == "nearest" and not whole:
+        return _nearest(x, size, factors)
     names = {"nearest": "nearest", "cubic": "bicubic"}
     name = names.get(mode, {1: "linear", 2: "bilinear", 3: "trilinear"}.get(rank, ""))
     corners = {} if mode == "nearest" else {"align_corners": how == "align_corners"}

@@ -18,7 +18,7 @@ from bevquant_export.qdq_reader._constants import activations, identifier
 from bevquant_graph import check_kind, file_path
 from bevquant_int8sim import IntegerModel, simulate
 
-_OPSETS = range(13, 24)
+_OPSETS = range(13, 27)
 _BATCH = 2  # of an open batch size: one frame would be taken for a fixed size
 _FLOATS = (1, 10, 11, 16)  # float32, float16, float64, bfloat16
 
@@ -55,7 +55,7 @@ def load_qdq_onnx(
     Tensors of other float types in the file are computed in float32.
 
     Args:
-        path: Operator sets 11 and 13 to 23, with external data beside it or without.
+        path: Operator sets 11 to 26, with external data beside it or without.
         example_inputs: A tuple of the file's inputs, in their order, or a dict by name; the model
             is called likewise. By default a tuple of random numbers in the range of the input's
             quantizer, a batch of two where the batch size is open.
@@ -179,7 +179,7 @@ def _normalized(proto: Any, path: Path) -> Any:
     versions = [e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")]
     if not versions or versions[0] not in _OPSETS:
         raise ValueError(
-            f"load_qdq_onnx: {path.name} is of operator set {versions}; expected 11 or 13 to 23. "
+            f"load_qdq_onnx: {path.name} is of operator set {versions}; expected 11 to 26. "
             "Convert it with onnx.version_converter.convert_version(model, 21)"
         )
     return inline_local_functions(proto) if proto.functions else proto

@@ -1,4 +1,4 @@
-"""ONNX operators (opsets 13 to 23) as functions of torch.
+"""ONNX operators (opsets 13 to 26) as functions of torch.
 
 A value is a tensor, or a numpy array where it is known without data: constants of the file, and
 sizes. Sizes are arrays of objects, which hold torch's symbolic integers. Operators on arrays alone
@@ -73,12 +73,17 @@ def _known(*values: Any) -> bool:
 
 
 def _both(ours: Function, numpy: Function) -> Function:
-    def call(*values: Any) -> Any:
+    def call(*values: Any, **settings: Any) -> Any:
         if _known(*values):
-            return np.asarray(numpy(*values))
-        return ours(*map(tensor, values))
+            return np.asarray(numpy(*values, **settings))
+        return ours(*map(tensor, values), **settings)
 
     return call
+
+
+def _each(ours: Function, of_number: Function) -> Function:
+    """A function of one tensor that exporters apply to sizes too."""
+    return _both(ours, lambda x: np.vectorize(of_number, otypes=[x.dtype])(x))
 
 
 def _divide(x: Tensor, y: Tensor) -> Tensor:
@@ -96,6 +101,10 @@ OPERATORS |= {
     "Mul": _both(torch.mul, np.multiply),
     "Div": _both(_divide, _divide_sizes),
     "Pow": _both(torch.pow, np.power),
+    "Mod": _both(
+        lambda x, y, fmod=0: (torch.fmod if fmod else torch.remainder)(x, y),
+        lambda x, y, fmod=0: (np.fmod if fmod else np.mod)(x, y),
+    ),
     "Equal": _both(torch.eq, np.equal),
     "Greater": _both(torch.gt, np.greater),
     "GreaterOrEqual": _both(torch.ge, np.greater_equal),
@@ -117,16 +126,26 @@ OPERATORS |= {
     "Erf": torch.erf,
     "Exp": torch.exp,
     "Log": torch.log,
-    "Sqrt": torch.sqrt,
-    "Abs": torch.abs,
-    "Neg": torch.neg,
-    "Reciprocal": torch.reciprocal,
-    "Floor": torch.floor,
-    "Ceil": torch.ceil,
-    "Round": torch.round,
+    "Sqrt": _each(torch.sqrt, torch.sym_sqrt),
+    "Abs": _each(torch.abs, abs),
+    "Neg": _both(torch.neg, np.negative),
+    "Reciprocal": _both(torch.reciprocal, np.reciprocal),
+    "Floor": _each(torch.floor, math.floor),
+    "Ceil": _each(torch.ceil, math.ceil),
+    "Round": _each(torch.round, round),
     "Sign": torch.sign,
     "Sin": torch.sin,
     "Cos": torch.cos,
+    "Tan": torch.tan,
+    "Asin": torch.asin,
+    "Acos": torch.acos,
+    "Atan": torch.atan,
+    "Sinh": torch.sinh,
+    "Cosh": torch.cosh,
+    "IsNaN": torch.isnan,
+    "Swish": lambda x, alpha=1.0: x * torch.sigmoid(alpha * x),
+    "Celu": lambda x, alpha=1.0: F.celu(x, alpha),
+    "ThresholdedRelu": lambda x, alpha=1.0: F.threshold(x, alpha, 0.0),
     "Not": torch.logical_not,
     "HardSwish": F.hardswish,
     "Mish": F.mish,
@@ -227,8 +246,9 @@ def _flatten(x: Tensor, axis: int = 1) -> Tensor:
 
 
 @op("Transpose")
-def _transpose(x: Tensor, perm: Any = None) -> Tensor:
-    return x.permute(list(range(x.dim()))[::-1] if perm is None else list(perm))
+def _transpose(x: Any, perm: Any = None) -> Any:
+    order = list(range(x.ndim))[::-1] if perm is None else list(perm)
+    return x.permute(order) if isinstance(x, Tensor) else x.transpose(order)
 
 
 @op("Squeeze")
@@ -298,6 +318,52 @@ def _gather(x: Any, index: Any, axis: int = 0) -> Any:
         index = np.where(index < 0, index + x.shape[axis], index)
         return x.index_select(axis, tensor(index).long())
     return x[(*[slice(None)] * axis, tensor(index).long())]
+
+
+@op("GatherND")
+def _gather_nd(x: Any, index: Any, batch_dims: int = 0) -> Tensor:
+    x, index = tensor(x), tensor(index)
+    rows = [
+        torch.arange(index.shape[axis]).view([-1] + [1] * (index.dim() - 2 - axis))
+        for axis in range(batch_dims)
+    ]
+    made: Tensor = x[(*rows, *index.long().unbind(-1))]
+    return made
+
+
+@op("ScatterND")
+def _scatter_nd(x: Any, index: Any, updates: Any, reduction: str = "none") -> Tensor:
+    if reduction not in ("none", "add"):
+        raise ValueError(f"reduction={reduction}; expected none or add. Cut the model before it")
+    places = tensor(index).long().unbind(-1)
+    return tensor(x).index_put(places, tensor(updates), reduction == "add")  # type: ignore[no-any-return]
+
+
+@op("ScatterElements")
+def _scatter(x: Any, index: Any, updates: Any, axis: int = 0, reduction: str = "none") -> Tensor:
+    x, index, updates = map(tensor, (x, index, updates))
+    index = torch.where(index < 0, index + x.shape[axis], index).long()
+    if reduction == "none":
+        return torch.scatter(x, axis, index, updates)
+    names = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+    return torch.scatter_reduce(x, axis, index, updates, names[reduction])
+
+
+@op("OneHot")
+def _one_hot(index: Any, depth: Any, values: Any, axis: int = -1) -> Tensor:
+    count = _integers(depth, "depth")[0]
+    index = tensor(index).long()
+    index = torch.where(index < 0, index + count, index)
+    axis %= index.dim() + 1
+    choices = torch.arange(count).view([-1] + [1] * (index.dim() - axis))
+    off, on = tensor(values).unbind()
+    return torch.where(index.unsqueeze(axis) == choices, on, off)
+
+
+@op("Trilu")
+def _trilu(x: Any, k: Any = None, upper: int = 1) -> Tensor:
+    diagonal = 0 if k is None else _integers(k, "k")[0]
+    return (torch.triu if upper else torch.tril)(tensor(x), diagonal)
 
 
 @op("Expand")
@@ -399,7 +465,11 @@ OPERATORS |= {
     "ReduceSum": _reduction(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
     "ReduceMax": _reduction(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
     "ReduceMin": _reduction(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
+    "ReduceL1": _reduction(lambda x, axes, keep: x.abs().sum(axes, keepdim=keep)),
     "ReduceL2": _reduction(lambda x, axes, keep: x.norm(2, axes, keepdim=keep)),
+    "ReduceSumSquare": _reduction(lambda x, axes, keep: x.square().sum(axes, keepdim=keep)),
+    "ReduceLogSum": _reduction(lambda x, axes, keep: x.sum(axes, keepdim=keep).log()),
+    "ReduceLogSumExp": _reduction(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),
     "ReduceProd": _reduction(
         lambda x, axes, keep: reduce(lambda y, a: y.prod(a, keepdim=keep), axes[::-1], x),
         operator.mul,
@@ -407,11 +477,46 @@ OPERATORS |= {
 }  # fmt: skip
 
 
-@op("ArgMax")
-def _argmax(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    if select_last_index:
-        raise ValueError("select_last_index=1; expected 0")
-    return torch.argmax(x, axis, keepdim=bool(keepdims))
+def _place(function: Function) -> Function:
+    def call(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Any:
+        if select_last_index:
+            raise ValueError("select_last_index=1; expected 0")
+        return function(x, axis, keepdim=bool(keepdims))
+
+    return call
+
+
+OPERATORS |= {"ArgMax": _place(torch.argmax), "ArgMin": _place(torch.argmin)}
+
+
+@op("IsInf")
+def _is_inf(x: Tensor, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    found = torch.isinf(x)
+    found = found if detect_negative else found & (x > 0)
+    return found if detect_positive else found & (x < 0)
+
+
+@op("Attention")
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *past: Any, is_causal: int = 0,
+    q_num_heads: int = 0, kv_num_heads: int = 0, scale: float | None = None, softcap: float = 0.0,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    if any(value is not None for value in past) or softcap or (is_causal and mask is not None):
+        raise ValueError(
+            "softcap, a cache of keys, or a mask with is_causal; expected none of them. Export "
+            "the attention as MatMul and Softmax (an operator set below 23)"
+        )
+    rows = q.dim() == 3  # of all heads: they are parts of the last axis
+    if rows:
+        counts = (q_num_heads, kv_num_heads, kv_num_heads)
+        parts = zip((q, k, v), counts, strict=True)
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x, heads in parts)
+    made = F.scaled_dot_product_attention(
+        q, k, v, tensor(mask), is_causal=bool(is_causal), scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return made.transpose(1, 2).flatten(2) if rows else made
 
 
 @op("TopK")

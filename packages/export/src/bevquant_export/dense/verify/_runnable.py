@@ -25,34 +25,47 @@ _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsque
 
 
 def upgraded_opset(proto: Any) -> Any:
-    """A model of operator set 11 in set 13: scales per channel get their axis."""
+    """A model of operator set 11 or 12 in set 13: scales per channel get their axis."""
     imports = [entry for entry in proto.opset_import if entry.domain in ("", "ai.onnx")]
-    if [entry.version for entry in imports] != [11]:
+    if [entry.version for entry in imports] not in ([11], [12]):
         return proto
     from onnx import helper, numpy_helper
 
     imports[0].version = 13
     values = {c.name: c for c in proto.graph.initializer}
     values |= {n.output[0]: n.attribute[0].t for n in proto.graph.node if n.op_type == "Constant"}
-    transposed = {n.input[1] for n in proto.graph.node if n.op_type == "ConvTranspose"}
+    transposed = {n.input[1] for n in proto.graph.node if _has_outputs_second(n)}
     makers = {name: node for node in proto.graph.node for name in node.output}
     second = transposed | {makers[name].input[0] for name in transposed if name in makers}
     for node in proto.graph.node:
         # Attributes in set 11, tensors in set 13.
         if node.op_type in _ATTRIBUTES:
             _with_tensor(proto.graph, node, _ATTRIBUTES[node.op_type])
-        # Set 11 has no axis, and onnxruntime applies these scales along axis 1.
+        # Set 11 has no axis, and onnxruntime applies these scales along axis 1. They are those of
+        # output channels, unless a tool wrote an axis all the same.
         quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
-        channels = list(values[node.input[1]].dims) if quantizes else []
-        if channels and channels != [1]:
-            axis = int(node.output[0] in second)
-            node.attribute.append(helper.make_attribute("axis", axis))
-            zero = values[node.input[2]]
-            zero.CopyFrom(numpy_helper.from_array(np.zeros(channels, np.int8), zero.name))
+        scale = values.get(node.input[1]) if quantizes else None
+        if scale is None or list(scale.dims) in ([], [1]):
+            continue
+        if not any(a.name == "axis" for a in node.attribute):
+            node.attribute.append(helper.make_attribute("axis", int(node.output[0] in second)))
+        zero = values.get(node.input[2]) if len(node.input) > 2 else None
+        if zero is not None and list(zero.dims) != list(scale.dims):
+            # One number for all channels, which other tensors may share.
+            each = np.broadcast_to(numpy_helper.to_array(zero), scale.dims)
+            node.input[2] = f"{node.output[0]}.zero_points"
+            proto.graph.initializer.append(numpy_helper.from_array(each.copy(), node.input[2]))
     nodes = [part for node in proto.graph.node for part in _flattened(node)]
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     return proto
+
+
+def _has_outputs_second(node: Any) -> bool:
+    """Whether the second axis of a node's weight numbers output channels."""
+    if node.op_type == "Gemm":
+        return not any(a.name == "transB" and a.i for a in node.attribute)
+    return node.op_type in ("ConvTranspose", "MatMul")
 
 
 def _flattened(node: Any) -> list[Any]:
