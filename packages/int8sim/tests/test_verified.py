@@ -122,13 +122,14 @@ def test_a_step_with_other_integers_is_named() -> None:
 
 
 class Upsampled(nn.Module):
-    def __init__(self, returned: bool = False) -> None:
+    def __init__(self, returned: bool = False, moved: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
-        self.returned = returned
+        self.returned, self.moved = returned, moved
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.first(x).relu()
+        y = torch.cat([y, y.flip(3)]) if self.moved else y
         larger = nn.functional.interpolate(y, scale_factor=2, mode="bilinear")
         return larger if self.returned else y, self.second(larger)
 
@@ -139,15 +140,19 @@ def test_a_relu_behind_a_resize_is_judged_by_what_it_reads() -> None:
     assert [step.op for step in simulate(calibrated(net, x), x).steps][2] == "resize"
 
 
-@pytest.mark.parametrize(("clip", "returned"), [(0.2, False), (1.0, False), (0.2, True)])
-def test_a_resize_reads_clamped_integers(clip: float, returned: bool) -> None:
+@pytest.mark.parametrize(
+    ("clip", "returned", "moved"),
+    [(0.2, False, False), (1.0, False, False), (0.2, True, False), (0.2, False, True)],
+)
+def test_a_resize_reads_clamped_integers(clip: float, returned: bool, moved: bool) -> None:
     """And a resize that is itself off by two steps is found.
 
     With its result read in floats, too, as GLPN's decoder does, each is made of its own operand.
+    The operand may be a move of integers, as in UniAD's decoder of stacked maps.
     """
     torch.manual_seed(0)
     x = torch.randn(1, 3, 8, 8)
-    net = calibrated(Upsampled(returned), x)
+    net = calibrated(Upsampled(returned, moved), x)
     amax: Any = net.second._input_quantizer.amax
     net.second._input_quantizer.amax = amax * clip
     simulate(net, x)

@@ -101,7 +101,10 @@ class ForcedRun:
                 step = self.makers[value]
                 operand = step.args[0]
                 integers = resizes and isinstance(step, Resize) and isinstance(operand, Ref)
-                integers = integers and operand.name in known
+                # A move of integers, as a stack of two maps, is no step that is compared.
+                integers = integers and isinstance(
+                    model.program.values[operand.name].form, Integers
+                )
                 reads.setdefault(operand.name if integers else None, []).append(value)
             self._resized[node] = reads
         self.choices, self.matched = Choices(self.graph), dict[fx.Node, Matched]()
