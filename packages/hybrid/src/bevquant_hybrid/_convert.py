@@ -21,12 +21,10 @@ from bevquant_hybrid.qtensor import QTensor
 
 
 def preserved_form(module: nn.Module, rounding: str) -> nn.Module | None:
-    """Keep a QAT module's computation, with integers as its input and output.
-
-    Its observers are switched off.
-    """
+    """Keep a QAT module's computation, with integers as its input and output."""
     if not isinstance(module, Weighted | OutputQuantized | QuantStub):
         return None
+    # Its scales are the ones that were learnt, whatever passes from now on.
     for part in module.modules():
         if isinstance(part, FakeQuantizeBase):
             part.enable_observer(False)

@@ -24,10 +24,8 @@ _TYPES = {
 
 
 def operator(function: Function, name: str = "") -> Function:
-    """Register a function as ``torch.ops.bevquant_hybrid.<its name>`` and return that operator.
-
-    Its postponed annotations are the schema.
-    """
+    """Register a function as ``torch.ops.bevquant_hybrid.<its name>`` and return that operator."""
+    # Postponed annotations are strings, and so the schema.
     kinds = {name: _schema_of(kind) for name, kind in function.__annotations__.items()}
     result = kinds.pop("return")
     schema = f"({', '.join(f'{kind} {argument}' for argument, kind in kinds.items())}) -> {result}"
@@ -133,6 +131,7 @@ def add(
     name: str,
 ) -> Tensor:
     """clamp(round(a·Ma + b·Mb)), rounded once; shapes broadcast, 8 and 16 bits may be mixed."""
+    # One type that holds both operands and the result: int8sim takes no mixed ones.
     width = torch.promote_types(torch.promote_types(a.dtype, b.dtype), _STORAGE[bits])
     left, right = torch.broadcast_tensors(a.to(width), b.to(width))
     factors = float(multiplier_a), float(multiplier_b)
@@ -164,6 +163,7 @@ def multiply(a: Tensor, b: Tensor, name: str) -> Tensor:
 @operator
 def matmul(a: Tensor, b: Tensor, name: str) -> Tensor:
     """int32 accumulators of a matrix product, batched."""
+    # In int64: a sum that leaves int32 is refused, not wrapped.
     acc = torch.matmul(a.to(torch.int64), b.to(torch.int64))
     if acc.numel() and int(acc.abs().max()) >= 2**31:
         raise int8sim.AccumulatorOverflowError(f"{name}: a sum of the product leaves int32")
@@ -192,6 +192,7 @@ def lookup(x: Tensor, table: Tensor, name: str) -> Tensor:
     """``table[x + 128]`` of int8, ``table[x + 32768]`` of int16."""
     if x.dtype == torch.int8:
         return int8sim.int8_lookup(x, table, name=name)
+    # int8sim has tables of 256 entries.
     return table[x.long() + 2**15]
 
 

@@ -17,10 +17,8 @@ smallest_scale = torch.finfo(torch.float32).eps
 
 
 def scale_of(amax: Tensor, quant_min: int, quant_max: int) -> Tensor:
-    r"""Scale of a symmetric range: :math:`s = 2\,a / (q_\max - q_\min)`, a/127.5 for int8.
-
-    A range of zeros has the smallest scale, 2⁻²³, to avoid a division by 0.
-    """
+    r"""Scale of a symmetric range: :math:`s = 2\,a / (q_\max - q_\min)`, a/127.5 for int8."""
+    # A range of zeros has the smallest scale, 2⁻²³: nothing is divided by 0.
     return (amax * 2 / (quant_max - quant_min)).clamp(min=smallest_scale)
 
 
@@ -106,6 +104,7 @@ class RangeObserver(ObserverBase):
                 "values, which give no range; find where they arise, or leave this batch out"
             )
         low, high = self._synchronized(low, high)
+        # The first tensor replaces the empty range, which may have another shape.
         if self.observed and low.shape == self.min_val.shape:
             low = self.combine(self.min_val, low, largest=False)
             high = self.combine(self.max_val, high, largest=True)
@@ -225,6 +224,7 @@ class ClipObserver(RangeObserver):
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Clipped extremes."""
         low, high = super().measure(x)
+        # Clipped, an infinite value would pass as a range; `forward` refuses it.
         if not bool((low.isfinite() & high.isfinite()).all()):
             return low, high
         return low.clamp(self.xmin, self.xmax), high.clamp(self.xmin, self.xmax)

@@ -13,10 +13,8 @@ from bevquant_hybrid._integer_ops import operator
 
 
 def _ends(at: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both neighbouring pixels of positions, the second one's weight, and a validity mask.
-
-    A position up to one pixel outside takes the border's value.
-    """
+    """Both neighbouring pixels of positions, the second one's weight, and a validity mask."""
+    # A position up to one pixel outside takes the border's value.
     within = (at >= -1.0) & (at <= size)
     at = at.clamp(min=0.0)
     first = at.floor().long().clamp(max=size - 1)
@@ -61,10 +59,10 @@ def roi_align(
 
     Maps ``[N, C, H, W]`` and boxes ``[K, 4]`` (left, top, right, bottom, in pixels of the model's
     input) give ``[K, C, *output_size]``; `sample` has each box's map in the batch. A sampling ratio
-    of 0 or less takes one sample per pixel. `aligned` puts pixel centres at half steps, and allows
-    boxes smaller than a pixel.
+    of 0 or less takes one sample per pixel. `aligned` allows boxes smaller than a pixel.
     """
     high, wide = output_size
+    # Pixel centres at half steps, where `aligned`.
     corners = boxes.to(maps.dtype) * spatial_scale - (0.5 if aligned else 0.0)
     start_x, start_y, end_x, end_y = corners.unbind(1)
     least = 0.0 if aligned else 1.0
@@ -72,6 +70,7 @@ def roi_align(
     if sampling_ratio > 0:
         groups = [(torch.arange(len(boxes), device=maps.device), sampling_ratio, sampling_ratio)]
     else:
+        # One sample per pixel: boxes are sampled together where they take equally many.
         counts = torch.stack([(height / high).ceil(), (width / wide).ceil()], 1).long()
         kinds = torch.unique(counts, dim=0)
         groups = [
@@ -79,6 +78,7 @@ def roi_align(
         ]
     result = maps.new_zeros(len(boxes), maps.shape[1], high, wide)
     for chosen, down, across in groups:
+        # A box without extent takes no sample: zeros.
         if down == 0 or across == 0 or not len(chosen):
             continue
         rows = _points(start_y[chosen], height[chosen], high, down)
@@ -100,14 +100,12 @@ def multi_scale_roi_align(
     canonical_scale: float,
     canonical_level: float,
 ) -> Tensor:
-    """RoIAlign with one map selected per box (Lin et al., FPN, 2017, equation 1).
-
-    Level ⌊k₀ + log₂(√area / s₀) + 10⁻⁶⌋ with k₀ = `canonical_level` and s₀ = `canonical_scale`,
-    clipped to the levels k of the maps' scales 2⁻ᵏ.
-    """
+    """RoIAlign with one map selected per box (Lin et al., FPN, 2017, equation 1)."""
     settings = output_size, sampling_ratio, aligned
     if len(maps) == 1:
         return roi_align(maps[0], boxes, sample, settings[0], spatial_scales[0], *settings[1:])
+    # Level ⌊k₀ + log₂(√area / s₀) + 10⁻⁶⌋ with k₀ = `canonical_level` and s₀ = `canonical_scale`,
+    # clipped to the levels k of the maps' scales 2⁻ᵏ.
     levels = -torch.tensor(spatial_scales, dtype=torch.float64, device=boxes.device).log2().round()
     extent = (boxes[:, 2:] - boxes[:, :2]).to(torch.float64)
     side = extent.prod(1).clamp(min=0.0).sqrt()
@@ -142,6 +140,7 @@ def sampling_places(grid: Tensor, height: int, width: int) -> Tensor:
     :math:`(2\,(w + d_x) + 1) / W - 1`, likewise for rows; `grid` is ``[N, H', W', 2]``: d_x and d_y
     from each output point.
     """
+    # The operator passes no gradient.
     if grid.requires_grad:
         return _places(grid, height, width)
     return places_of_displacements(grid, height, width)

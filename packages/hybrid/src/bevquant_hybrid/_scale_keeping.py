@@ -166,9 +166,11 @@ def _pad(
         raise NotImplementedError(f"pad(mode={mode!r}): a BPU pads by 'constant' or 'replicate'")
     values = payload(input)
     if mode == "replicate":
+        # torch pads doubles by replication, and no integers; 16 bits fit exactly.
         widened = values.double() if input.holds_integers else values
         return input.like(F.pad(widened, list(pad), mode).to(values.dtype))
     number = float(value or 0.0)
+    # Clamping zeros at both ends gives the step that is nearest to the number.
     filler = clamped(input.like(torch.zeros_like(values)), number, number) if number else None
     constant = float(payload(filler).reshape(-1)[0]) if filler is not None else 0.0
     return input.like(F.pad(values, list(pad), value=constant))
@@ -243,6 +245,7 @@ def _wrapped(result: Any, wrap: Callable[[Tensor], QTensor]) -> Any:
 
 def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = _first(args, kwargs)
+    # Converted models only infer.
     if source.holds_integers:
         return source
     return source.like(call_on(func, args, kwargs, payload))

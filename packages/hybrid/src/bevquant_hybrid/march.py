@@ -91,11 +91,7 @@ def use_march(march: str) -> Iterator[None]:
 
 
 def require_march(caller: str) -> str:
-    """Return the march, for a function that requires one.
-
-    Raises:
-        RuntimeError: No march was set; the message names `caller`.
-    """
+    """Return the march, for a function that requires one; the error names `caller`."""
     march = get_march()
     if march is None:
         raise RuntimeError(

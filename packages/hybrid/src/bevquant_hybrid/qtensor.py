@@ -300,9 +300,9 @@ def on_floats(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def calling_module() -> str:
     """Path and class of the innermost running module, or an empty string.
 
-    The path is relative to the outermost running module, the model. It walks the stack, so use it
-    for error messages only.
+    The path is relative to the outermost running module, the model.
     """
+    # Walking the stack is slow: this is for error messages.
     inner: nn.Module | None = None
     outer: nn.Module | None = None
     frame: FrameType | None = sys._getframe(1)

@@ -44,11 +44,7 @@ class _Metadata(Distribution):
 
 
 class _Finder(DistributionFinder, Loader):
-    """Finds this package's modules under another name, as the same objects.
-
-    With an entry in ``sys.modules`` alone, Python would import every submodule a second time, each
-    with its own march.
-    """
+    """Finds this package's modules under another name, as the same objects."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -68,6 +64,8 @@ class _Finder(DistributionFinder, Loader):
             yield _Metadata(self.name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        # With an entry in `sys.modules` alone, Python would import every submodule a second time,
+        # each with its own march.
         module = importlib.import_module(_OURS + spec.name[len(self.name) :])
         self._specs[spec.name] = module.__spec__
         return module

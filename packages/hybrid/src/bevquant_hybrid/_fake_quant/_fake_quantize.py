@@ -33,6 +33,7 @@ def _accepted(cls: type[Any]) -> set[str] | None:
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        # Without `**kwargs` nothing is handed on to the bases behind it.
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return names
     return None
@@ -211,6 +212,8 @@ class FakeQuantize(_Observing):
         if zero_point is not None and bool(torch.as_tensor(zero_point).any()):
             raise ValueError(f"set_qparams: zero_point={zero_point}: expected 0")
         value = torch.as_tensor(scale, dtype=torch.float32, device=self.scale.device).reshape(-1)
+        # Those that share a scale are set together, each to the range that this scale has in its
+        # type.
         for member in self.tied or (self,):
             half = (member.quant_max - member.quant_min) / 2
             member.activation_post_process.set_range(value * half)
@@ -236,6 +239,8 @@ class FakeQuantize(_Observing):
 
     def _take_scale(self) -> None:
         scale = self.calculate_qparams()[0]
+        # Of those that share a scale, one that is fixed decides; else the largest that was
+        # observed.
         for member in self.tied:
             found = member.calculate_qparams()[0].to(scale.device)
             if isinstance(member.activation_post_process, FixedScaleObserver):
@@ -243,6 +248,7 @@ class FakeQuantize(_Observing):
                 break
             if member.observed:
                 scale = torch.maximum(scale, found) if self.observed else found
+        # A learned scale is a parameter, which `set_scale` starts.
         for member in self.tied or (self,):
             member.set_scale(scale.to(member.scale.device))
 
@@ -390,15 +396,19 @@ class LSQFakeQuantize(LearnedFakeQuantize):
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Round to the grid; the gradient reaches the scale."""
+        # A file has no gradients: it gets the two nodes.
         if torch.onnx.is_in_onnx_export():
             return super().fake_quantize(x)
         scale = self._positive()
         if self.use_grad_scaling:
+            # The paper's gradient scale, 1 / √(values · largest integer); the value itself does not
+            # change.
             count = x.numel() / scale.numel()
             share = (max(count, 1.0) * self.quant_max) ** -0.5
             scale = (scale - scale * share).detach() + scale * share
         scale = along(scale, x.dim(), self.ch_axis)
         steps = (x / scale).clamp(self.quant_min, self.quant_max)
+        # Rounding has gradient 1, as in every straight-through estimator.
         return (steps + (steps.round() - steps).detach()) * scale
 
 
@@ -433,6 +443,7 @@ class PACTFakeQuantize(LearnedFakeQuantize):
     def set_scale(self, scale: Tensor) -> None:
         """Start α from a scale."""
         super().set_scale(scale)
+        # The base class sets a fixed scale before there is a parameter.
         if hasattr(self, "alpha"):
             self.alpha.data = scale * (self.quant_max - self.quant_min) / 2
 
@@ -448,6 +459,7 @@ class PACTFakeQuantize(LearnedFakeQuantize):
             return super().fake_quantize(x)
         alpha = along(self.alpha.abs(), x.dim(), self.ch_axis)
         clamped = torch.minimum(torch.maximum(x, -alpha), alpha)
+        # Clamping has its own gradient, which reaches α; rounding passes it on.
         return clamped + (super().fake_quantize(clamped) - clamped).detach()
 
     def _load_from_state_dict(

@@ -40,6 +40,7 @@ def fake_quantize(
         return _quantize_dequantize(x, scale, ch_axis, quant_min, quant_max)
     scale = scale.detach()
     if saturate:
+        # Values that are clamped get no gradient: half a step beyond the ends still rounds to them.
         steps = x.detach() / along(scale, x.dim(), ch_axis)
         inside = (steps >= quant_min - 0.5) & (steps <= quant_max + 0.5)
         x = torch.where(inside, x, x.detach())
@@ -81,6 +82,7 @@ def _quantize_dequantize(
             "QuantizeLinear of opset 11 and 13 makes 8-bit integers only; give that layer a qint8 "
             "qconfig, or run it on the CPU (hybrid_dict)"
         )
+    # A single scale is the whole tensor's, whatever axis it came with.
     axis = -1 if scale.shape[0] == 1 else ch_axis
     if torch.compiler.is_exporting():
         return _traced(x, scale.detach(), axis)

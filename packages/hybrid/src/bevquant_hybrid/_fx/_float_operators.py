@@ -82,12 +82,7 @@ def list_cpu_operators(placement: Placement) -> tuple[CpuOperator, ...]:
 
 
 def insert_boundaries(graph: Graph, root: nn.Module, placement: Placement, make: Make) -> None:
-    """Insert boundaries between CPU and BPU, in one pass in the graph's order.
-
-    Output of a CPU node ``n`` with a BPU consumer, directly or through views:
-    ``n_activation_post_process``, built by `make`. The i-th BPU input of a CPU node:
-    ``n_input_dequant_i``, all calls of one module ``n_input_dequant``.
-    """
+    """Insert boundaries between CPU and BPU, in one pass in the graph's order."""
     for node in list(graph.nodes):
         if placement.kinds[node] is Kind.CPU:
             _quantize_behind(graph, root, node, placement, make)
@@ -98,6 +93,7 @@ def _needs_quantized(user: Node, placement: Placement) -> bool:
     """Whether a node computes on the BPU, or passes its input on to one that does."""
     kind = placement.kinds[user]
     if kind is Kind.PASS:
+        # A view of float values is no reader by itself: what reads the view decides.
         return any(_needs_quantized(next_user, placement) for next_user in user.users)
     return kind is Kind.BPU
 
@@ -126,6 +122,7 @@ def _dequantize_before(graph: Graph, root: nn.Module, node: Node, placement: Pla
         if placement.kinds[placement.source(value)] in (Kind.BPU, Kind.QUANT)
     ]
     name = f"{node.name}_input_dequant"
+    # One stub for all inputs: it has no state, and its name is the operator's.
     if quantized:
         stub = DeQuantStub()
         stub.forced = placement.forced(node)
@@ -162,6 +159,7 @@ def _problem(node: Node, placement: Placement, quantized: set[Node]) -> str:
     module = placement.module(node)
     if placement.kinds[node] is Kind.CPU and not _takes_quantized(node, module):
         reason = f" ({node.meta['reason']})" if node.meta.get("reason") else ""
+        # Where the BPU has a form, a qconfig is the other way out.
         remedy = _REMEDIES.get(node.target, "put a DeQuantStub before it and a QuantStub behind it")
         if module is not None and has_qat_form(module):
             return f"reads quantized values and has no qconfig: give it one, or {remedy}"

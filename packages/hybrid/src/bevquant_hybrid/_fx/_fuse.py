@@ -30,6 +30,7 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 
 def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
     """Return a copy of the layer with the batch norm's running statistics folded in."""
+    # A copy of the batch norm, in evaluation: a model in training would be refused.
     settled = copy.copy(bn)
     settled.training = False
     made = fuse_conv_bn(anchor, settled)
@@ -60,14 +61,12 @@ def fused(
     activation: nn.Module | None,
     path: str | None = None,
 ) -> nn.Module:
-    """The module of a layer, batch norm, addition and activation, as the mode of QAT has it.
-
-    The float model's layer is not changed; `path` is the copy's original path.
-    """
+    """The module of a layer, batch norm, addition and activation, as the mode of QAT has it."""
     if norm is not None and get_qat_mode() == QATMode.FuseBN:
         anchor, norm = fold(anchor, norm), None
     if norm is None and not adds and activation is None:
         return anchor
+    # The float model's layer is not changed.
     own: Any = take_over(type(anchor), anchor)
     if path is not None:
         own.anchor_path = path
@@ -92,12 +91,9 @@ class _Chain:
 
 
 def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node], bool]) -> None:
-    """Fuse in place.
-
-    The fused module has the layer's name, or the addition's if there is one; the other names hold
-    `nn.Identity`. Every intermediate result has one consumer; layer and batch norm are called once.
-    """
+    """Fuse in place."""
     modules = dict(root.named_modules(remove_duplicate=False))
+    # Every intermediate result has one consumer; layer and batch norm are called once.
     calls = Counter(id(modules[n.target]) for n in graph.nodes if n.op == "call_module")
     reads = Counter(str(n.target) for n in graph.nodes if n.op == "get_attr" and n.users)
     finder = _Finder(modules, calls, reads, stays_apart)
@@ -105,6 +101,8 @@ def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node]
         if finder.is_anchor(node):
             chain = finder.follow(node)
             if chain.last is not node:
+                # The fused module has the layer's name, or the addition's if there is one; the
+                # other names hold `nn.Identity`, so that they still lead to a module.
                 _fuse(graph, root, modules, chain)
     graph.lint()
 
@@ -119,6 +117,7 @@ class _Finder:
     ) -> None:
         self.modules, self.calls, self.reads = modules, calls, reads
         self.stays_apart = stays_apart
+        # A module may have several names: its parameters are counted once.
         distinct = {id(module): module for module in modules.values()}.values()
         self.owners = Counter(
             id(parameter) for m in distinct for parameter in m._parameters.values()
@@ -139,6 +138,8 @@ class _Finder:
     def follow(self, anchor: Node) -> _Chain:
         chain = _Chain(anchor)
         for reader in self._readers(anchor):
+            # Batch norm first, then one addition, then one activation, as the fused modules
+            # compute.
             module = self.module(reader)
             if layer_class(module, _BatchNorm):
                 if chain.last is not anchor or self.calls[id(module)] != 1:
@@ -172,6 +173,7 @@ class _Finder:
         owner = node.args[0]
         if not isinstance(owner, Node) or owner.op != "get_attr" or len(owner.users) != 1:
             return False
+        # An arithmetic module that is called elsewhere too stays what it is.
         if self.reads[str(owner.target)] != 1:
             return False
         module = self.modules.get(str(owner.target))
@@ -185,6 +187,7 @@ class _Finder:
         if first is mine or not isinstance(first, Node) or len(first.users) != 1:
             return False
         if layer_class(self.module(first), _BatchNorm):
+            # The layer stands in front of its batch norm.
             (first,) = first.all_input_nodes
         return self.is_anchor(first) and len(first.users) == 1
 
@@ -239,6 +242,7 @@ def _call_in_place_of(chain: _Chain, graph: Graph) -> Node:
     mine = chain.bn or chain.anchor
     other = next(operand for operand in operands if operand is not mine)
     add.op, add.target = "call_module", str(owner.target)
+    # In the place of the addition: by then both of its operands are known.
     add.args = (chain.anchor.args[0], other)
     add.meta["scope"] = add.target
     graph.erase_node(owner)
@@ -247,6 +251,7 @@ def _call_in_place_of(chain: _Chain, graph: Graph) -> Node:
 
 def _silence(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], path: str) -> None:
     """Leave an Identity where a fused module was, unless another node still calls it."""
+    # A shared module may still be called elsewhere.
     called = {id(modules[str(n.target)]) for n in graph.nodes if n.op == "call_module"}
     if id(modules[path]) not in called:
         replace_module(root, path, nn.Identity())

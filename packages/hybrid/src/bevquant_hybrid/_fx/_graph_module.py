@@ -29,10 +29,12 @@ class GraphModuleWithAttr(GraphModule):
         super().__init__(root, graph, name)
         for store in ("_parameters", "_buffers", "_modules"):
             self.__dict__[store] = dict(root.__dict__[store])
+        # What `GraphModule` has made for itself stays.
         for attribute, value in root.__dict__.items():
             self.__dict__.setdefault(attribute, value)
         self._source_name = name
         self.__dict__["_source_class"] = source_class
+        # A wrapped method is called on this model from now on.
         for name, module in self._modules.items():
             if isinstance(module, MethodCall):
                 self._modules[name] = module.of(self)
@@ -43,6 +45,7 @@ class GraphModuleWithAttr(GraphModule):
             return super().__getattr__(name)
         except AttributeError:
             found = getattr(self.__dict__.get("_source_class"), name, None)
+            # Protocols look for special methods to find out whether they exist.
             if found is None or name.startswith("__"):
                 raise
             return found.__get__(self) if callable(found) else found
@@ -78,11 +81,7 @@ class QuantizedGraphModule(GraphModuleWithAttr):
 
 
 def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> nn.Module:
-    """Copy the containers of a model; leaves, parameters and buffers stay the same objects.
-
-    Replacements in the copy do not change the original. Attributes that refer to copied modules
-    (lists of layers, methods set on a module) refer to the copies.
-    """
+    """Copy the containers of a model; leaves, parameters and buffers stay the same objects."""
     check_kind(root, nn.Module, "a torch module")
     made: dict[int, nn.Module] = {}
 
@@ -99,6 +98,8 @@ def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> n
         return made[id(module)]
 
     copied_root = clone(root, True)
+    # Attributes that refer to copied modules (lists of layers, methods set on a module) refer to
+    # the copies: a replacement in the copy is seen by its forward, and not by the original.
     for original, module in made.items():
         if id(module) == original:  # a leaf, which is the user's own
             continue
@@ -109,13 +110,10 @@ def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> n
 
 
 def _of_clones(value: Any, made: dict[int, nn.Module]) -> Any:
-    """An attribute that leads to modules of a model, leading to those of its copy.
-
-    Forwards keep such: lists of their layers, a module under another name, and methods that were
-    put on one module (``block.forward = types.MethodType(traceable, block)``).
-    """
+    """An attribute that leads to modules of a model, leading to those of its copy."""
     if isinstance(value, nn.Module):
         return made.get(id(value), value)
+    # `block.forward = types.MethodType(traceable, block)` puts a method on one module.
     if isinstance(value, MethodType):
         owner = _of_clones(value.__self__, made)
         return value if owner is value.__self__ else MethodType(value.__func__, owner)

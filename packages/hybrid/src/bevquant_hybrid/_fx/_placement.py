@@ -127,6 +127,7 @@ class _Maker:
         """A parameter with a stub behind it; another value as it is."""
         if not (isinstance(value, Node) and value.op == "get_attr"):
             return value
+        # Arithmetic modules are read by attribute too.
         if not isinstance(self.attribute(value), Tensor):
             return value
         stub = self.graph.call_module(self._named("quant", QuantStub(), source), (value,))
@@ -176,10 +177,6 @@ def has_weight(module: nn.Module | None) -> bool:
 class Placement:
     """The kind of every node of a float graph.
 
-    A node runs on the CPU if the mapper of a hybrid model has no BPU form of it, if `hybrid_dict`
-    names it or a parent module, or if it has no qconfig. A node without a weight whose inputs are
-    all float (model inputs, results of DeQuantStubs) stays float.
-
     With `strip`, layers with only float inputs stay float too: those upstream of QuantStubs and
     downstream of DeQuantStubs.
     """
@@ -221,6 +218,7 @@ class Placement:
 
     def named(self, node: Node) -> bool:
         """Whether the user wants a node on the CPU."""
+        # A fused layer goes by the name that it had in the user's model.
         path = self.path(node)
         module = self.modules.get(path)
         origin = anchor_path_of(module, path) if module is not None else path
@@ -252,9 +250,10 @@ class Placement:
 
     def inputs(self, node: Node) -> list[Node]:
         """Tensors that a node reads, each once."""
-        apart = (Kind.NUMBER,)
         return [
-            n for n in node.all_input_nodes if self.kinds[n] not in apart and not self._is_owner(n)
+            n
+            for n in node.all_input_nodes
+            if self.kinds[n] is not Kind.NUMBER and not self._is_owner(n)
         ]
 
     def _is_owner(self, node: Node) -> bool:
@@ -274,9 +273,12 @@ class Placement:
         if isinstance(module, TorchDeQuantStub):
             self._outside.add(node)
             return Kind.DEQUANT
+        # The user's word counts more than what the BPU has.
         if self.hybrid and self.named(node):
             return Kind.CPU
         outside = all(n in self._outside for n in self.inputs(node))
+        # A node stays float if all that it reads is (model inputs, and results of DeQuantStubs); a
+        # layer with a weight does so only with `strip`.
         if self._passes(node, module):
             kind = Kind.PASS
         elif self._has_bpu_form(node, module) and not (
@@ -294,9 +296,11 @@ class Placement:
             passes = layer_class(module, *_PASS_MODULES) is not None
         else:
             passes = node.target in (_PASS_METHODS if node.op == "call_method" else _PASS_FUNCTIONS)
+        # The mapper of a hybrid model may run even a view on the CPU.
         return passes and (not self.hybrid or self._mapper_has(node, module))
 
     def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
+        # What keeps its input's scale needs no qconfig: it has no fake quantizer.
         without = module is not None and layer_class(module, *_KEEPING) is None
         if without and self.qconfig(node) is None:
             return False

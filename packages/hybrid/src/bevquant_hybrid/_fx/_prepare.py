@@ -37,16 +37,14 @@ from ._tracer import is_leaf, scope_of, trace
 
 
 def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
-    """Trace a model, replace functions by modules, fuse; the model itself is not changed.
-
-    Functions that the mapper of a hybrid model runs on the CPU stay functions.
-    """
+    """Trace a model, replace functions by modules, fuse; the model itself is not changed."""
     root = clone_containers(model, _stays)
     if isinstance(model, GraphModuleWithAttr):
         graph = copied_graph(model.graph)
     else:
         _refuse_module_by_module(model, caller)
         graph = trace(root, caller)
+        # Functions that the mapper of a hybrid model runs on the CPU stay functions.
         replace_functions(graph, root, get_march() or March.BAYES)
     modules = dict(root.named_modules(remove_duplicate=False))
 

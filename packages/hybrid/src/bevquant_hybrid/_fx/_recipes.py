@@ -102,6 +102,7 @@ def recipe_of(
     if node.op not in ("call_function", "call_method"):
         return None
     owner = node.args[0] if node.args else None
+    # A method of an arithmetic module, which is quantized as it is.
     if isinstance(owner, Node) and owner.op == "get_attr" and owner.target in arithmetic:
         return None
     found = _RULES.get(node.target)
@@ -110,6 +111,7 @@ def recipe_of(
     rule, hybrid = found
     recipe = Recipe(numbers, parameter)
     recipe.hybrid = hybrid
+    # `out=None` says nothing; any other is an argument that no rule has.
     given = {name: value for name, value in node.kwargs.items() if (name, value) != ("out", None)}
     try:
         bound = inspect.signature(rule).bind(recipe, *node.args, **given)
@@ -257,6 +259,7 @@ def _layer_norm(
     if not isinstance(sizes, list | tuple):
         raise LookupError("its normalized_shape is known in the forward alone")
     if scale is None and shift is None:
+        # Without parameters the number of axes is enough, and sizes may be traced ones.
         dims = tuple(range(-len(sizes), 0))
         if (
             len(sizes) == 1
@@ -283,6 +286,7 @@ def _share(module: nn.Module, **values: Tensor | None) -> None:
 def _linear(r: Recipe, input: Any, weight: Any, bias: Any = None) -> Any:
     values, shift = r.constant(weight, "weight"), r.constant(bias, "bias")
     assert values is not None
+    # On the meta device: its own parameters make way at once.
     made = nn.Linear(values.shape[1], values.shape[0], shift is not None, device="meta")
     _share(made, weight=values, bias=shift)
     return r.module("linear", made, input)
@@ -320,6 +324,7 @@ def _attention(
             "nn.MultiheadAttention takes masks"
         )
     if scale is None:
+        # The width is known in the forward alone.
         scale = r.call(operator.pow, r.call("size", query, -1), -0.5)
     scores = r.arithmetic("matmul", query, key, y_trans=True)
     scaled = r.arithmetic("mul_scalar", scores, scale)
@@ -351,12 +356,14 @@ def _einsum(r: Recipe, equation: Any, *operands: Any) -> Any:
         (left, operands[0], (batch, rows, inner)),
         (right, operands[1], (batch, inner, columns)),
     ):
+        # The summed axes innermost, and each group one axis: what matmul takes.
         places = [axes.index(axis) for part in order for axis in part]
         moved = tensor if places == sorted(places) else r.call("permute", tensor, *places)
         sides.append(_merged(r, moved, [len(part) for part in order]))
     product = r.arithmetic("matmul", *sides)
     made: Any = product
     if len(rows) != 1 or len(columns) != 1:
+        # The groups taken apart again; with one axis each they are as they should be.
         sizes = [r.call("size", operands[0], left.index(axis)) for axis in batch + rows]
         sizes += [r.call("size", operands[1], right.index(axis)) for axis in columns]
         made = r.call("reshape", product, *sizes)

@@ -58,11 +58,9 @@ def calibrated_scales(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def adopt_scales(model: nn.Module, scales: dict[str, Tensor | None]) -> None:
-    """Start the fake quantizers of a model from the scales found at the same names.
-
-    If an operator has moved to the CPU since the calibration, the boundary on its output takes the
-    operator's scale.
-    """
+    """Start the fake quantizers of a model from the scales found at the same names."""
+    # Where an operator has moved to the CPU since the calibration, the boundary on its output takes
+    # the operator's scale.
     if isinstance(model, GraphModule):
         scales = {**scales, **_at_new_boundaries(model, scales)}
     modules = dict(model.named_modules())
@@ -74,6 +72,7 @@ def adopt_scales(model: nn.Module, scales: dict[str, Tensor | None]) -> None:
         if not isinstance(module, FakeQuantize):
             continue  # a 32-bit output needs no scale
         if isinstance(module.activation_post_process, FixedScaleObserver):
+            # A learned or observed scale starts from the calibration's; a fixed one stays.
             continue
         if scale is None:
             forgotten.append(path)
@@ -88,6 +87,7 @@ def _at_new_boundaries(
     found = {}
     for node in model.graph.nodes:
         if node.meta.get(BOUNDARY) == "quantize" and node.name not in scales:
+            # Named as the operator's own fake quantizer, which it had on the BPU.
             path = f"{called_path(node.args[0])}.activation_post_process"
             if path in scales:
                 found[node.name] = scales[path]
@@ -95,14 +95,12 @@ def _at_new_boundaries(
 
 
 def deployed(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode, in which every fake quantizer rounds and none observes.
-
-    Calibration observers become fake quantizers with the observed scale. Weights get the scale of
-    the largest value of each output channel.
-    """
+    """A copy in evaluation mode, in which every fake quantizer rounds and none observes."""
     made = copy.deepcopy(model).eval()
     for owner in list(made.modules()):
         for name, part in list(owner._modules.items()):
+            # A weight's scale is that of the largest value of each output channel; other observers
+            # keep the scale that they found.
             if isinstance(part, CalibFakeQuantize) and name == "weight_fake_quant":
                 _quantize_weight(owner)
             elif isinstance(part, CalibFakeQuantize):
@@ -115,6 +113,7 @@ def deployed(model: nn.Module) -> nn.Module:
 
 
 def _of_its_scale(part: CalibFakeQuantize) -> FakeQuantize:
+    # A part that no call needed: it is refused only where the forward reads it.
     if not part.observed:
         return FakeQuantize(dtype=part.dtype)
     scale = part.calculate_qparams()[0]
@@ -126,6 +125,7 @@ def _quantize_weight(owner: Any) -> None:
     if not isinstance(owner, Weighted):
         owner.weight_fake_quant = qconfig.weight()
         if isinstance(owner, qat.BatchNorm2d | qat.BatchNorm3d | qat.SyncBatchNorm):
+            # Its factors, which its statistics give, are what the fake quantizer has to see.
             owner._factor_and_offset()
         return
     owner.weight_fake_quant = owner._weight_fake_quant(qconfig)
@@ -177,13 +177,13 @@ def refuse_settings(optimize_kwargs: dict[str, Any] | None, caller: str) -> None
 def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> list[list[str]]:
     """Tie the scales of the inputs and the output of every concatenation.
 
-    Each keeps its own observer; the largest range decides. Concatenations that share a tensor
-    become one group. Values are then joined without being rescaled. Other marches rescale, and
-    nothing is changed. Returns the names of the modules that share, group by group.
+    Returns the names of the modules that share, group by group.
     """
     # While a model is calibrated nothing is rounded, so that no scale is shared either.
     if march not in JOINS_AT_ONE_SCALE or is_calibration(root):
         return []
+    # Concatenations that share a tensor become one group. Each module keeps its own observer, and
+    # the largest range decides: values are then joined without being rescaled.
     groups = _groups(graph, root)
     for paths in groups:
         _tie(root, paths, caller)
@@ -207,6 +207,7 @@ def _groups(graph: Graph, root: nn.Module) -> list[list[str]]:
         if mine is None:
             continue
         for path in (mine, *found):
+            # A tensor that was in another group before brings that group along.
             leader.setdefault(path, path)
             leader[first(path)] = first(mine)
     made: dict[str, list[str]] = {}

@@ -51,13 +51,16 @@ class Settings:
         if start is not _UNSET:
             _expect_qconfig("", start)
         _warn_of_unknown_names("qconfig_dict", self._names, self._modules, stacklevel=6)
+        # Parents stand before their children.
         for path, module in self._modules.items():
             parent = self._of[path.rpartition(".")[0]] if path else start
+            # What was made for a function has the settings of the place of its call.
             generated_in = getattr(module, "generated_in", None)
             if generated_in is not None:
                 parent = self._of[generated_in]
             self._of[path] = self._resolve(path, module, parent)
         for path, module in self._modules.items():
+            # A fused layer's former name counts, and its present one above that.
             origin = anchor_path_of(module, path)
             if origin != path:
                 self._of[path] = self._resolve(

@@ -136,6 +136,7 @@ class HybridTracer(Tracer):
     def create_arg(self, a: Any) -> Any:
         """What a node reads: of a dictionary that the forward changed, the changed one."""
         if isinstance(a, _WritableProxy) and (a.written or a.taken):
+            # What makes the proxy reads `a` again: without the changes it is the input itself.
             written, a.written, taken, a.taken = a.written, {}, a.taken, set()
             args = (a, written, tuple(sorted(taken))) if taken else (a, written)
             whole = self.create_proxy("call_function", with_items, args, {})
@@ -278,11 +279,9 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
-    """Replace in-place calls by calls with a new result, which later consumers use.
-
-    ``x += y``, ``x.mul_(2)`` and modules with ``inplace=True`` change all aliases of the tensor.
-    Traced names keep the old value, so later consumers are redirected to the result.
-    """
+    """Replace in-place calls by calls with a new result, which later consumers use."""
+    # `x += y`, `x.mul_(2)` and modules with `inplace=True` change all aliases of the tensor, while
+    # traced names keep the old value: later consumers are redirected to the result.
     order = {node: place for place, node in enumerate(graph.nodes)}
     writing = [node for node in graph.nodes if _writes(node, model)]
     numbers = number_nodes(graph)
@@ -295,11 +294,13 @@ def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
             user
             for view in written.users
             if order[view] < order[node] and _is_view(view, model)
+            # The write is seen in the view's memory by whatever reads the view later.
             for user in view.users
             if order[user] > order[node]
         ]
         base = written
         while _is_view(base, model) and isinstance(base.args[0], Node):
+            # And, the other way round, in all that this one is a view of.
             base = base.args[0]
             seen_through += [user for user in base.users if order[user] > order[node]]
         if seen_through:
@@ -340,10 +341,8 @@ def _writes(node: Node, model: nn.Module) -> bool:
 
 @contextmanager
 def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
-    """Have a forward that was put on the model itself found where a tracer looks: in its class.
-
-    Afterwards the model has none of its own: what is made of it has the traced one.
-    """
+    """Have a forward that was put on the model itself found where a tracer looks: in its class."""
+    # Taken off for good: what is made of the model has the traced one.
     own = model.__dict__.pop("forward", None)
     if own is None:
         yield
@@ -354,6 +353,7 @@ def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
             "give types.MethodType(function, model), or a class with that forward"
         )
     cls = type(model)
+    # `Tracer.trace` reads the forward of the class, which no attribute of the object changes.
     model.__class__ = type(cls.__name__, (cls,), {"forward": own.__func__})
     try:
         yield

@@ -145,6 +145,7 @@ def weighted(call: Call, layer: Any) -> list[Step]:
     if kind is not Linear:
         expect_batch(call, integers.dim())
     channels = integers.shape[layer.channel_axis]
+    # The weight of a transposed convolution is [in, out / groups, …].
     if layer.channel_axis:
         channels *= layer.groups
     settings = {
@@ -157,6 +158,7 @@ def weighted(call: Call, layer: Any) -> list[Step]:
     behind = limits(call, layer.activation) if layer.activation else {}
     if not other:
         return [call.step(kind, (x,), **settings, **behind)]
+    # A fused addition is a step of its own, behind sums of 32 bits.
     made = f"{call.name}{SUM}"
     first = call.step(kind, (x,), output=made, form="int32", **settings)
     return [first, call.step(Add, (Ref(made), *other), **behind)]
@@ -305,6 +307,7 @@ def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> li
 def grid(call: Call, what: str, x: Any, kwargs: dict[str, Any]) -> list[Step]:
     """Pooling or resizing, by the name of torch's function."""
     if what == "interpolate" and kwargs.pop("recompute_scale_factor", None):
+        # The factors of the size that results are what torch would compute again.
         kwargs |= {"size": tuple(call.result.shape[2:]), "scale_factor": None}
     found = grid_call(what, (None,), kwargs)
     if found is None:
@@ -322,6 +325,7 @@ def clamped(
     call: Call, x: Any, low: float | None, high: float | None, output: str = ""
 ) -> list[Step]:
     """A clamp; of integers to the steps nearest to its bounds, ties up."""
+    # Of integers, 6 goes to the nearest step like any other bound.
     if low == 0 and (high is None or (high == 6 and not isinstance(call.form, Integers))):
         behind: Any = limits(call, "relu" if high is None else "relu6")
         return [call.step(Relu, (x,), output=output, **behind)]

@@ -76,16 +76,10 @@ _NORMS = (qat.BatchNorm2d, qat.BatchNorm3d, qat.SyncBatchNorm)
 
 
 def read(model: nn.Module, args: Any) -> PreparedProgram:
-    """The program of a model that was prepared for calibration or training, and calibrated.
-
-    A model of `prepare_qat` must have a forward that can be traced. The model is not changed.
-
-    Raises:
-        TypeError: Inputs that the forward does not accept.
-        ValueError: Converted already, not calibrated, not traceable, or quantized to 16 bits.
-    """
+    """The program of a model that was prepared for calibration or training, and calibrated."""
     refuse_converted(model, _CALLER)
     made = deployed(model)
+    # A model of `prepare_qat` has no graph: its forward must be one that can be traced.
     graph = made.graph if isinstance(made, GraphModule) else trace(made, _CALLER)
     graph = _by_parts(made, graph, args)
     refuse_uncalibrated(made, graph, _CALLER)
@@ -93,11 +87,7 @@ def read(model: nn.Module, args: Any) -> PreparedProgram:
 
 
 def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
-    """The graph, with calls of the parts in the place of modules that are composed of them.
-
-    What a forward decides by its example (its number of axes) is decided in the same way. A
-    forward that cannot be followed stays one call.
-    """
+    """The graph, with calls of the parts in the place of modules that are composed of them."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     calls = [node for node in calls if _has_parts(model.get_submodule(str(node.target)))]
     if not calls:
@@ -109,12 +99,14 @@ def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
         if node in wanted:
             values[node] = result
 
+    # What a forward decides by its example (its number of axes) is decided in the same way below.
     _follow(model, graph, note, args)
     for node in calls:
         given = tuple(values[source] for source in node.all_input_nodes)
         try:
             made = _PartsTracer(model, given).trace(_OneCall(model, node))
         except (TraceError, TypeError, RuntimeError, ValueError, AttributeError):
+            # A forward that cannot be followed stays one call.
             continue
         copies: dict[Node, Any] = {}
         for part in made.nodes:
@@ -365,6 +357,7 @@ class _NodeReader:
     def _module(self, node: Node) -> nn.Module | None:
         """The module that a node calls, or whose method it calls."""
         path = called_path(node)
+        # The place of an arithmetic module holds None, that of a parameter its value.
         if not path or (node.op == "call_method" and self.refs[node.all_input_nodes[0]]):
             return None
         return self._model.get_submodule(path)

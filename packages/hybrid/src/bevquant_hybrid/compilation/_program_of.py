@@ -91,6 +91,7 @@ def program_of(
     )
     program = replace(program, constants=used_constants(program, constants))
     _check_equal(program, inputs, values, caller)
+    # A second run, on other values, shows what the forward decided by the first ones.
     others = [_other_values(tensor) for tensor in given.tensors]
     try:
         with torch.no_grad():
@@ -205,6 +206,7 @@ def _with_input_scale(
         for step in steps
         if step.operator == "bevquant_hybrid::quantize" and step.kwargs["x"] == port.operand
     }
+    # An input that is quantized by several scales has none of its own.
     return _with_scale(port, *scales.pop(), constants) if len(scales) == 1 else port
 
 

@@ -214,6 +214,7 @@ class Recorder(TorchDispatchMode):
             a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
         }
         prefix = f"{scope}." if scope else ""
+        # What a schema fills in by itself is not written.
         return {
             name: self._argument(value, f"{prefix}{name}")
             for name, value in given.items()
@@ -302,11 +303,7 @@ def following(module: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
-    """Return a traced model's name of a refused operator, and the path of its module.
-
-    torch decomposes some calls before they are recorded: the graph has ``aten::prelu`` for
-    ``aten::_prelu_kernel``. The path is ``""`` if it is not found.
-    """
+    """Return a traced model's name of a refused operator, and the path of its module or ``""``."""
     calls = 0
     found: list[tuple[str, str]] = []
     for node in module.inlined_graph.nodes():
@@ -315,6 +312,8 @@ def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
         if calls == behind and kind.startswith("aten::"):
             innermost = str(node.scopeName()).rpartition("/")[2]
             path = innermost.removeprefix("__module.").removeprefix("__module")
+            # torch decomposes some calls before they are recorded: the graph has `aten::prelu` for
+            # `aten::_prelu_kernel`.
             if kind == operator.partition(".")[0]:
                 return operator, path
             if not is_known(kind, any_overload=True) and kind not in _NEUTRAL:

@@ -37,10 +37,7 @@ def correlate(
     stride2: int,
     pad_size: int,
 ) -> Tensor:
-    """Sums of products of patches, as in `Correlation`, but not divided by their size.
-
-    The maps are floats, or integers of 8 or 16 bits, whose sums are exact (int64).
-    """
+    """Sums of products of patches, as in `Correlation`, but not divided by their size."""
     height, width = plain_sizes(x)[2:]
     rows, columns = (
         correlated_places(size, kernel_size, max_displacement, stride1, pad_size)
@@ -52,6 +49,7 @@ def correlate(
             f"{kernel_size}, max_displacement={max_displacement} and pad_size={pad_size}; give "
             "larger maps or a larger pad_size"
         )
+    # Of integers of 8 or 16 bits the sums are exact, in int64.
     exact = not x.is_floating_point()
     if exact:  # the product of two 16-bit integers fits 32 bits
         x, y = x.to(torch.int32), y.to(torch.int32)

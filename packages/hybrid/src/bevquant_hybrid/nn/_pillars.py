@@ -157,6 +157,7 @@ def _pillars(
     filled = torch.zeros(rows, each, dtype=torch.bool, device=points.device)
     filled[pillar, place] = True
     where = cells.new_full((rows, 3), -1)
+    # From x, y, z to z, y, x.
     where[pillar] = cells[kept].flip(1)
     return features, filled, where
 

@@ -31,13 +31,13 @@ def decoded(anchors: Tensor, deltas: Tensor, absolute: bool = False) -> Tensor:
     r"""Boxes decoded from anchors and regressions (dx, dy, dw, dh), both ``[…, 4]``.
 
     :math:`x = x_a + d_x w_a,\; y = y_a + d_y h_a,\; w = w_a e^{d_w},\; h = h_a e^{d_h}` of centres
-    and sides (Girshick et al., R-CNN, 2014, appendix C); dw and dh are cut at log(1000/16). With
-    `absolute`, dx and dy are pixels: x = x_a + dx, y = y_a + dy.
+    and sides (Girshick et al., R-CNN, 2014, appendix C). With `absolute`, dx and dy are pixels.
     """
     low, high = anchors[..., :2], anchors[..., 2:]
     size = high - low
     moved = deltas[..., :2] if absolute else deltas[..., :2] * size
     centre = (low + high) / 2 + moved
+    # An exponential of a wild regression would leave the range of floats.
     half = size * deltas[..., 2:].clamp(max=_LARGEST).exp() / 2
     return torch.cat([centre - half, centre + half], -1)
 
@@ -74,9 +74,7 @@ def survivors(
 ) -> Tensor:
     """Non-maximum suppression within classes, from the highest score down.
 
-    A kept box suppresses a later one of the same class if their intersection over union is above
-    the threshold and its score is higher by more than the margin (below 0, equal scores suppress
-    too). Returns the indices of kept boxes, in descending order of scores (stable).
+    Returns the indices of kept boxes, in descending order of scores (stable).
     """
     order = best(scores, None)
     boxes, scores, classes = boxes[order], scores[order], classes[order]
@@ -85,6 +83,7 @@ def survivors(
         if not alive[i]:
             continue
         behind = slice(i + 1, None)
+        # Below 0, the margin lets equal scores suppress too.
         above = scores[i] - scores[behind] > margin
         covered = _overlaps(boxes[i], boxes[behind]) > iou_threshold
         alive[behind] &= ~(above & covered & (classes[behind] == classes[i]))
@@ -228,6 +227,7 @@ class AnchorGenerator(nn.Module):
         self, shape: tuple[int, ...], stride: float, group: Sequence[tuple[float, float]]
     ) -> Tensor:
         batch, _, height, width = shape
+        # In old detectors a box from 0 to 15 is 16 wide.
         extent = torch.tensor(group, dtype=torch.float64) - (1.0 if self.legacy_bbox else 0.0)
         corners = torch.cat([-extent / 2, extent / 2], 1)
         if self.round_anchor:
@@ -384,6 +384,7 @@ def detect_regions(
     for image, regions in enumerate(boxes):
         own = slice(start, start + len(regions))
         start += len(regions)
+        # Class 0 is the background.
         kept = (classes[own] > 0) & (highest[own] >= box_filter_threshold)
         size: Any = image_size if image_sizes is None else image_sizes[image]
         moved = clipped(decoded(regions.float()[kept], moves[own][kept]), size)
@@ -391,6 +392,7 @@ def detect_regions(
         # −1: among equal scores the first one suppresses the others.
         corners, score, kind = suppressed(found, nms_threshold, None, post_nms_top_k, -1.0)
         rows = torch.cat([corners, score[:, None], kind[:, None].float()], 1)
+        # Rows of −1 fill up to a fixed shape.
         missing = rows.new_full((post_nms_top_k - len(rows), 6), -1.0)
         results.append(torch.cat([rows, missing]))
     return torch.stack(results)

@@ -114,6 +114,7 @@ def _candidates(
     boxes = decoded(anchors[:, None], deltas, yolo)
     wanted = scores >= threshold
     if yolo:
+        # The objectness alone has to reach the threshold; the classes are shares of it.
         wanted = wanted[:, :1].expand(-1, scores.shape[1] - 1).clone()
         scores = scores[:, 1:] * scores[:, :1]
     if background is not None and 0 <= background < scores.shape[1]:

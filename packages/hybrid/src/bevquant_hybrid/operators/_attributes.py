@@ -36,6 +36,7 @@ def row_of_module(module: nn.Module | None, table: SupportTable, method: str | N
     its operator's row: ``add_relu`` and ``add_scalar`` that of ``torch.add``.
     """
     if method:
+        # `add_relu` and `mul_scalar` stand in the rows of `add` and `mul`.
         base = f"torch.{method.removesuffix('_scalar').removesuffix('_relu')}"
         found = table.find(base)
         return base if found is None else found.name
@@ -82,6 +83,7 @@ def row_of_function(
     if isinstance(function, torch._ops.OpOverload):
         row = table.find(function._schema.name)
         return row.name if row is not None else function._schema.name
+    # Of two tensors, max and min are those of each element.
     if name.lstrip("_") in ("max", "min") and tensors == 2:
         return f"torch.{name.lstrip('_')}imum"
     method = getattr(torch.Tensor, name, None) is function or hasattr(function, "__objclass__")
@@ -146,12 +148,7 @@ def parameter_counts(module: nn.Module) -> tuple[int, int]:
 
 
 def weight_attributes(module: nn.Module, part: nn.Module, input_dtype: str) -> dict[str, Value]:
-    """Attributes ``weight_dtype`` and, for qint16 inputs, ``weight_l1``.
-
-    ``weight_l1`` is the largest Σ|w| of a filter in integer steps of amax / 127.5, rounded up: the
-    accumulator cannot exceed it times 32768. Weights that are integers already are summed as they
-    are; vectors, as of a batch norm, have none.
-    """
+    """Attributes ``weight_dtype`` and, for qint16 inputs, ``weight_l1`` of weights with filters."""
     found: dict[str, Value] = {}
     for holder in (module, part):
         dtype = getattr(getattr(holder, "weight_fake_quant", None), "dtype", None)
@@ -161,6 +158,8 @@ def weight_attributes(module: nn.Module, part: nn.Module, input_dtype: str) -> d
     if isinstance(weight, Tensor) and weight.dtype in _STORED:
         found["weight_dtype"] = _STORED[weight.dtype]
     if input_dtype == "qint16" and isinstance(weight, Tensor) and weight.ndim > 1:
+        # The largest Σ|w| of a filter in integer steps of amax / 127.5, rounded up: the accumulator
+        # cannot exceed it times 32768.
         filters = weight.detach().to(torch.float64).flatten(1).abs()
         if not weight.is_floating_point():
             found["weight_l1"] = int(filters.sum(1).max())

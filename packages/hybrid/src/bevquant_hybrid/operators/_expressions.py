@@ -89,20 +89,19 @@ def _channels_per_group(call: OperatorCall) -> int:
 def _filter_size(call: OperatorCall) -> int:
     """C/g·kH·kW, the weights of one filter."""
     kernel = _numbers(call, "kernel_size")
+    # One number stands for every axis.
     if len(kernel) == 1:
         kernel *= max(1, len(_first(call)) - 2)
     return _channels_per_group(call) * prod(kernel)
 
 
 def _accumulator_bound(call: OperatorCall) -> int:
-    """The largest sum that can occur: Σ|w| of the worst filter times the largest input.
-
-    Attribute ``weight_l1`` is Σ|w| in integer steps; without it every weight counts as 128.
-    """
+    """The largest sum that can occur: Σ|w| of the worst filter times the largest input."""
     dtype = call.input_dtypes[0] if call.input_dtypes else "qint8"
     largest = 32768 if dtype == "qint16" else 128
     if "weight_l1" in call.attributes:
         return _numbers(call, "weight_l1")[0] * largest
+    # Without Σ|w| every weight counts as 128.
     return _filter_size(call) * 128 * largest
 
 
@@ -234,6 +233,7 @@ class Expression:
         for i in range(*counts):
             each = {n: v[i] if isinstance(v, tuple) else v for n, v in given.items()}
             try:
+                # `_ALLOWED` has no calls and no attributes: a table cannot run code.
                 outcomes.append(bool(eval(self._code, {"__builtins__": {}}, each)))
             except TypeError as error:
                 values = " and ".join(map(repr, (*each.values(), *self._code.co_consts)))

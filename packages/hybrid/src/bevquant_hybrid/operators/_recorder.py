@@ -107,6 +107,7 @@ class Watch(TorchFunctionMode):
 
     def _enter(self, path: str, module: Any, method: str | None, args: Any, kwargs: Any) -> None:
         self._running.append(Seen(path, module, method, None, args, kwargs))
+        # What an operator calls inside is part of it.
         if len(self._running) == 1:
             self.before(self._running[0])
 
@@ -199,6 +200,7 @@ class Recorder(Watch):
         name = row_of_module(module, self._table) or f"torch.nn.{type(module).__name__}"
         if path.endswith(_BOUNDARY):
             name = "torch.quantization.QuantStub"
+        # What a fake quantizer gives is the value of the module that holds it.
         if path.rpartition(".")[2] == "activation_post_process":
             self._pass_through(given, result)
             return
@@ -238,6 +240,7 @@ class Recorder(Watch):
         parameters = {id(v): v for v in inputs if isinstance(v, nn.Parameter)}
         weights = count(weight) if id(weight) in parameters else 0
         biases = sum(count(v) for v in parameters.values()) - weights
+        # The parameters of a layer's function are no inputs.
         weighted = name.rpartition(".")[2].startswith(("conv", "linear", "layer_n"))
         data = [v for v in inputs if not weighted or id(v) not in parameters]
         self.record(path, name, attributes, data, result, None, weights=weights, biases=biases)
@@ -316,6 +319,8 @@ class Recorder(Watch):
                 readers.setdefault(maker, []).append(fields)
         leaving = {self.makers.get(id(v)) for v in tensors_in(outputs)}
         calls = []
+        # Readers come later: whether they lead to an output is known before it is asked of their
+        # sources.
         for fields, of_indices in reversed(self._drafts):
             path = fields["path"]
             followers = readers.get(path, [])

@@ -67,6 +67,7 @@ def row_of_script(module: nn.Module, table: SupportTable) -> str:
     function = getattr(module, "function", None)
     if isinstance(function, nn.Module):  # a table is the function that it tabulates
         return row_of_script(function, table)
+    # Its class alone says which row it has.
     empty = cls.__new__(cls)
     if not is_leaf(empty, table):
         return ""
@@ -175,6 +176,7 @@ class ScriptRunner:
         value = getattr(held.module, name)
         if isinstance(value, nn.Module):
             return _Held(value, f"{held.path}.{name}" if held.path else name)
+        # The value is kept too, so that no other gets its identity.
         self._owners[id(value)] = value, held.path
         return value
 

@@ -200,6 +200,7 @@ class _Reader:
         """The result is the same value, or a step on the way to one."""
         for value in tensors_in(step.result):
             self.calls.know(value, self.calls.dtypes[id(source)], self.calls.makers[id(source)])
+            # In float64 it is on the way to integers again, and part of the call that makes those.
             if value.dtype == torch.float64:
                 first, made = inner or (source, set())
                 self._real[id(value)] = (first, made | {step.name})

@@ -37,10 +37,7 @@ def _is_quantized(module: nn.Module | None) -> bool:
 
 
 def _describe(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str, str]:
-    """Kind, operator (the row of the table, or the plain name) and path of a node.
-
-    The path is the module's; of a function, that of the module whose forward calls it.
-    """
+    """Kind, operator (the row of the table, or the plain name) and path of a node."""
     table = load_support_table()
     if node.op in _EDGES:
         return _EDGES[node.op], "", str(node.target) if node.op == "get_attr" else ""
@@ -54,6 +51,7 @@ def _describe(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str
         return "dequantize" if stub == "DeQuantStub" else "operator", operator, path
     if path and path in modules:  # a FloatFunctional's method
         return "operator", row_of_module(modules[path], table, str(node.target)), path
+    # A function's path is that of the module whose forward calls it.
     function = called_function(node) or str
     name = str(node.target) if node.op == "call_method" else getattr(function, "__name__", "")
     stack = list(node.meta.get("nn_module_stack", {}).values())

@@ -132,6 +132,7 @@ class Plan(JsonDocument):
             source = node.inputs[0] if node.inputs else ""
             crosses = node.dtype if node.kind == "quantize" else dtypes.get(source, "")
             size = None if node.shape is None else prod(node.shape) * _BYTES[crosses]
+            # A stub that reads floats moves nothing across.
             if node.kind == "dequantize" and not integers.intersection(node.inputs):
                 size = 0
             to = tuple(readers.get(node.name, ()))
@@ -173,6 +174,7 @@ class Plan(JsonDocument):
             for node in data.nodes
         )
         plan = cls(data.march, nodes, data.warnings)
+        # Segments and boundaries are written for other readers: the nodes say them.
         written = json.loads(plan.to_json())
         for key in ("segments", "boundaries"):
             given = getattr(data, key)
@@ -229,6 +231,8 @@ def number_segments(nodes: Sequence[PlanNode]) -> tuple[PlanNode, ...]:
     for node in nodes:
         inner = node.kind in ("operator", "pass")
         place, stage = node.place, 0
+        # A stage counts the changes of place on the way there; connected nodes of one stage and
+        # place are a segment.
         for source in node.inputs:
             changes = bool(places[source]) and bool(place) and places[source] != place
             stage = max(stage, stages[source] + changes)
@@ -239,6 +243,7 @@ def number_segments(nodes: Sequence[PlanNode]) -> tuple[PlanNode, ...]:
                 parents[root(source)] = root(node.name)
     numbers: dict[str, int] = {}
     inner_nodes = [node for node in nodes if node.kind in ("operator", "pass")]
+    # A segment reads from its own stage and lower ones, so that it can run in this order.
     for node in sorted(inner_nodes, key=lambda node: stages[node.name]):
         numbers.setdefault(root(node.name), len(numbers))
     inner_names = {node.name for node in inner_nodes}

@@ -56,15 +56,13 @@ class Trial:
     scaled: frozenset[str]  # paths of the modules whose output has its own scale
 
     def moves(self) -> list[tuple[str, ...]]:
-        """Candidates for the CPU: single layers, and producers with their consumers.
-
-        A value between two BPU layers stays quantized if one of them moves. It is a float only if
-        its producer and all its consumers run on the CPU.
-        """
+        """Candidates for the CPU: single layers, and producers with their consumers."""
         kinds = self.placement.kinds
         names = [_name_of(self.placement, n) for n, kind in kinds.items() if kind is Kind.BPU]
         order = {name: i for i, name in enumerate(dict.fromkeys(filter(None, names)))}
         found: dict[tuple[str, ...], None] = {(name,): None for name in order}
+        # A value between two BPU layers stays quantized if one of them moves. It is a float only if
+        # its producer and all its consumers run on the CPU.
         for node, kind in kinds.items():
             inserted = node.meta.get(BOUNDARY) == "quantize"
             if kind is not Kind.BPU and not inserted:
@@ -132,6 +130,7 @@ class Trials:
 
         def make(node: fx.Node) -> nn.Module:
             own = self._quantized.get(placement.path(node)) if placement.module(node) else None
+            # A result has the scale of its boundary, or of the module that makes it.
             made = self._boundaries.get(node.name) or getattr(own, "activation_post_process", None)
             if not isinstance(made, FakeQuantizeBase | _WrappedCalibFakeQuantize):
                 raise NoScaleError(node.name)
@@ -188,17 +187,9 @@ def measured_form(
 ) -> tuple[ObservedGraphModule, Trials, tuple[str, ...]]:
     """Copy a prepared model into its training form, with its observers off and rounding on.
 
-    A calibrated model is prepared with `qconfig_dict`; by default with the fake quantizers of
-    `get_default_qat_qconfig`, in the types that it was calibrated for.
-
     Returns:
         The copy, what builds it with other placements, and the names of what runs on the CPU
         though a BPU could run it.
-
-    Raises:
-        TypeError: No model of `prepare_calibration_fx` or `prepare_qat_fx`.
-        ValueError: Ranges are missing, the qconfig does not fit, or the model was prepared with
-            another march or `hybrid_dict`.
     """
     if isinstance(model, QuantizedGraphModule):
         raise TypeError(
@@ -217,6 +208,8 @@ def measured_form(
     _refuse_other_placement(made, trials, names, march)
     if is_calibration(made):
         floats = () if made.hybrid else names  # in a hybrid model the names say it
+        # Without `qconfig_dict`: the default fake quantizers, in the types that it was calibrated
+        # for.
         requests = qconfig_dict if qconfig_dict is not None else _as_calibrated(made, floats)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # all was said when the model was prepared
@@ -289,6 +282,7 @@ def _as_calibrated(model: ObservedGraphModule, floats: tuple[str, ...]) -> dict[
         if is_qat(module) and hasattr(module, "activation_post_process"):
             own = module.activation_post_process
             types[path] = None if own is None else str(own.dtype)
+    # The commonest type stands for the model, so that exceptions alone have names.
     common = Counter(kind for kind in types.values() if kind).most_common(1)[0][0]
     return {
         "": get_default_qat_qconfig(dtype=common),

@@ -97,6 +97,7 @@ class ModuleNameTemplate:
 
     def apply(self, calls: Sequence[Call]) -> None:
         """Set the types of outputs."""
+        # Longer names come later, and so win.
         for name in sorted(self.dtypes, key=len):
             for call in calls:
                 if _is_under(call.path, name):
@@ -252,6 +253,7 @@ def _calls(graph: Any, root: nn.Module) -> list[Call]:
         for value in node.all_input_nodes:
             if value in made:
                 found.append(made[value])
+            # Functions pass values on.
             elif value.op in ("call_function", "call_method"):
                 found += sources(value)
         return found

@@ -110,6 +110,7 @@ def _prepare(
     scales = None
     made = model if inplace else copy.deepcopy(model)
     if any(issubclass(kind, CalibFakeQuantize) for kind in kinds):
+        # Back to the float model first: only the scales are kept of a calibration.
         scales = calibrated_scales(made)
         made = _replaced(made, "", lambda path, module: float_form(module))
     settings = Settings(made, None)
@@ -131,6 +132,7 @@ def _prepare(
                 own[module] = _made_of(kind, module, qconfig)
             return own[module]
         prepared = forms.of(module, qconfig, path)
+        # In a hybrid model, what runs on the CPU hands on floats.
         part: Any
         for part in prepared.modules() if hybrid and prepared is not module else ():
             part.lenient = True

@@ -130,8 +130,7 @@ class Nested(NamedTuple):
 def flatten(value: Any, what: str) -> Nested:
     """Take a nested value apart; a `Ref` stands for a tensor.
 
-    Named tuples become tuples, and dictionaries of any kind dict. A tensor that is the whole value
-    has the place ``output``.
+    A tensor that is the whole value has the place ``output``.
     """
     tensors: list[Any] = []
     places: list[str] = []
@@ -141,6 +140,7 @@ def flatten(value: Any, what: str) -> Nested:
             tensors.append(item)
             places.append(".".join(map(str, path)) or "output")
             return Ref(str(len(tensors) - 1))
+        # Named tuples become tuples, and dictionaries of any kind dict.
         if isinstance(item, list | tuple):
             parts = [described(part, (*path, i)) for i, part in enumerate(item)]
             return parts if isinstance(item, list) else tuple(parts)

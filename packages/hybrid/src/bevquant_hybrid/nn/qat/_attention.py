@@ -223,6 +223,7 @@ class LSTMCell(Composed):
     def _zeros(self, x: Tensor) -> Tensor:
         """A state of zeros, with the input's scale."""
         if isinstance(x, Proxy):  # the parts are traced for a file
+            # Made of the input: a new tensor would be a constant without a scale.
             return F.pad(x.clamp(0, 0), (0, self.hidden_size - self.input_size))
         quantized_input(self, x)  # names this module where it is a float tensor
         zeros = torch.zeros(

@@ -37,6 +37,7 @@ def give_back(cls: type[ModuleT], qat: nn.Module) -> ModuleT:
     for name in ("weight_fake_quant", "activation_post_process"):
         made._modules.pop(name, None)
         made.__dict__.pop(name, None)
+    # A qconfig that came from a parent is none of this module's own.
     prepared, own = made.__dict__.pop("_prepared_with", (None, True))
     if not own and getattr(made, "qconfig", None) is prepared:
         made.__dict__.pop("qconfig", None)
@@ -117,13 +118,11 @@ def scaling_qconfig(source: nn.Module, qconfig: Any = None) -> Any:
 
 
 def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
-    """Set whether QAT modules of a model warn of inputs without four axes.
-
-    BERNOULLI2 computes on four axes; for hybrid models the mapper decides.
-    """
+    """Set whether QAT modules of a model warn of inputs without four axes."""
     module: Any
     for module in model.modules():
         if "_prepared_with" in module.__dict__:
+            # BERNOULLI2 computes on four axes; for hybrid models the mapper decides.
             module.wants_pictures = march in ON_FOUR_AXES and not hybrid
 
 

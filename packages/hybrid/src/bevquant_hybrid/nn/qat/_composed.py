@@ -33,11 +33,10 @@ from bevquant_hybrid.qtensor import QTensor, payload
 
 
 class Composed(nn.Module):
-    """Base of modules whose forward calls QAT parts.
+    """Base of modules whose forward calls QAT parts."""
 
-    Conversion replaces the parts by fixed-point ones. The forward stays the same, since both kinds
-    of parts exchange quantized tensors.
-    """
+    # Conversion replaces the parts by fixed-point ones. The forward stays the same, since both
+    # kinds of parts exchange quantized tensors.
 
     float_class: type[nn.Module]
     settings: tuple[str, ...] = ()  # attributes copied from the float module
@@ -115,6 +114,7 @@ class Composed(nn.Module):
         """A copy of the float module, with the user's current qconfig."""
         source = self._float_source[0]
         made = take_over(type(source), source)
+        # Copies of the children too: what is set on them is not set on the user's model.
         for name, child in made._modules.items():
             made._modules[name] = None if child is None else take_over(type(child), child)
         prepared = self.__dict__["_prepared_with"][0]
@@ -139,6 +139,7 @@ def of_16_bits(qconfig: Any) -> QConfig:
             "(get_default_qat_qconfig), since only layers with a weight have a 32-bit output"
         )
     made = qconfig.activation()
+    # A fixed scale is the result's; what an inner step makes has another range.
     wide: Any = FakeQuantize.with_args(dtype=qint16)
     if not isinstance(made.activation_post_process, FixedScaleObserver):
 
@@ -188,8 +189,11 @@ class Softmax(Composed):
         drawn = torch.onnx.is_in_onnx_export()  # as one operator of 8 bits
         if not isinstance(x, QTensor) or (drawn and not x.holds_integers):
             return self._at_once(quantized_input(self, x), excluded, dim)
+        # A row that is excluded altogether keeps its values here, so that its sum is not 0; the
+        # last line makes it zeros.
         if excluded is not None:
             x = _filled(x, excluded, lowest=True, dim=dim)
+        # No exponential of x − max is above 1: one fixed scale holds them all.
         shifted = self.sub.sub(x, x.max(dim, keepdim=True)[0])
         exponential = self.exp(shifted)
         if excluded is not None:
@@ -202,6 +206,7 @@ class Softmax(Composed):
         if excluded is not None:
             values = values.masked_fill(excluded, -torch.inf)
         shares = values.softmax(dim)
+        # A row of −∞ alone gives NaN.
         if excluded is not None:
             shares = shares.masked_fill(excluded, 0.0)
         quantized: Tensor = self.mul.activation_post_process(shares)

@@ -125,6 +125,7 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
     if found is None:
         raise TypeError(f"{type(module).__name__} has no QAT form")
     if path:
+        # A copy takes the name: the float model stays as it is.
         module = take_over(type(module), module)
         name_place(module, path)
     with errors_that_name(path):

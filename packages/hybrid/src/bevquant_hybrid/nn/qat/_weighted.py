@@ -88,6 +88,7 @@ class Weighted(nn.Module):
 
     def _weight_fake_quant(self, qconfig: Any) -> Any:
         made = qconfig.weight()
+        # A qconfig counts channels on axis 0; a transposed convolution has its outputs' on axis 1.
         if self.channel_axis and getattr(made, "ch_axis", -1) >= 0:
             return qconfig.weight(ch_axis=self.channel_axis)
         return made
@@ -121,6 +122,7 @@ class Weighted(nn.Module):
         y = _ACTIVATIONS[self.activation](y)
         if self.activation_post_process is not None or not isinstance(x, QTensor):
             return quantized_output(self, y)
+        # Without a scale of its own the result is what accumulators hold, a scale per channel.
         scale = (x.scale * weight_scale).detach()
         axis = self.output_channel_axis % y.dim() if scale.numel() > 1 else -1
         return QTensor(y, scale, "qint32", axis, lenient=x.lenient, on_grid=False)
@@ -224,6 +226,8 @@ class WithBatchNorm(Weighted):
             folded = self.as_quantized(weight * self._by_channel(factor))
             return folded, folded.scale, bias
         quantized = self.as_quantized(weight)
+        # Scales are positive: a channel with a negative factor has its integers negated, where
+        # −(−128) is one step too many.
         signs = self._by_channel(factor.sign()).to(torch.int32)
         integers = (quantized.int_repr().to(torch.int32) * signs).clamp(-128, 127)
         scale = quantized.scale * torch.where(factor == 0, torch.ones_like(factor), factor.abs())
@@ -245,6 +249,7 @@ def fused_forms(base: Any) -> list[Any]:
     for adds in (False, True):
         for activation, kind in ACTIVATION_MODULES.items():
             if adds or activation:
+                # With an addition and an activation, a class is one of those with the addition.
                 name = fused_name(base.anchor(), False, adds, kind)
                 about = {"adds": adds, "activation": activation, "__module__": base.__module__}
                 about["__doc__"] = f"`{base.__name__}` with what follows it."

@@ -42,6 +42,7 @@ class _Alone(OutputQuantized):
         values = quantized_input(self, x)
         factor, offset = self._factor_and_offset()
         if self.training:
+            # In training the batch's own statistics count.
             normalize: Any = super(OutputQuantized, self).forward
             return quantized_output(self, normalize(values))
         shape = (1, -1) + (1,) * (values.dim() - 2)

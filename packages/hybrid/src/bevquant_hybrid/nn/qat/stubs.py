@@ -105,5 +105,6 @@ class DeQuantStub(nn.Module):
 
     def _of_tensor(self, x: Tensor) -> Tensor:
         marks = self.forced and torch.onnx.is_in_onnx_export()
+        # The mark is drawn by the exporter based on torch.jit alone.
         marks = marks and not torch.compiler.is_exporting()
         return mark_forced(as_float(x)) if marks else as_float(x)

@@ -148,6 +148,7 @@ class RMSNorm(FixedPoint):
     def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
         self.axes = last_axes(source)
+        # torch's default is the epsilon of the input's type, and float32 was trained with.
         self.eps = torch.finfo(torch.float32).eps if source.eps is None else source.eps
 
     def forward(self, x: QTensor) -> QTensor:

@@ -17,17 +17,11 @@ from bevquant_hybrid.qtensor import QTensor, along
 
 
 def integers(module: nn.Module, x: Any, what: str = "input") -> QTensor:
-    """Return a tensor that holds integers of 8 or 16 bits.
-
-    Float values of a known scale, from ``QTensor(values, scale, dtype)``, are rounded to integers
-    (half up).
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return a tensor that holds integers of 8 or 16 bits."""
     if isinstance(x, QTensor) and x.dtype != "qint32":
         if x.holds_integers:
             return x
+        # Float values of a known scale, from `QTensor(values, scale, dtype)`.
         axis, bits = x.q_per_channel_axis(), x.dtype.bits
         values = ops.quantize(x.dequantize(), x.scale, axis, bits, x.rounding)
         return QTensor(values, x.scale, x.dtype, axis, rounding=x.rounding)

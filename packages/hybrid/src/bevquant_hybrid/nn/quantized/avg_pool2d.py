@@ -46,5 +46,6 @@ class AdaptiveAvgPool2d(FixedPoint):
 
     def forward(self, x: QTensor) -> QTensor:
         """Pool integers."""
+        # Sums of integers are exact in float64.
         means = F.adaptive_avg_pool2d(integers(self, x).int_repr().double(), self.output_size)
         return self.quantized(means * x.scale.double())

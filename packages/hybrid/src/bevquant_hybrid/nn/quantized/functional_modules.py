@@ -68,6 +68,7 @@ class QFunctional(Arithmetic, FixedPoint):
         return self.requantized(acc, x.scale.double() / count)
 
     def _of_larger(self, choose: Any, x: QTensor, y: QTensor) -> QTensor:
+        # At one scale, integers compare as their values do.
         left, right = (self.requantized(v.int_repr().int(), v.scale).int_repr() for v in (x, y))
         return self.output(choose(left, right))
 

@@ -32,6 +32,7 @@ class SegmentLUT(FixedPoint):
         steps = torch.arange(-half, half, dtype=torch.float64, device=x.device)
         entries = steps * x.scale.double()
         if self.jumps:
+            # As in training, bit for bit: beside a jump the last one decides.
             entries = (steps.float() * x.scale).double()
         values = self.function(entries).nan_to_num(0.0, torch.inf, -torch.inf)
         table = self.quantized(values).int_repr()
