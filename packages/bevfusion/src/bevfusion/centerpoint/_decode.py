@@ -252,5 +252,6 @@ def _box_loss(
     where = [torch.from_numpy(part).to(maps.device) for part in objects[:3]]
     predicted = maps[where[0], :, where[1], where[2]]
     wanted = torch.from_numpy(objects.codes).to(maps)
+    # Without a branch of velocities the code is shorter.
     weights = code_weights(config.cell_size)[: wanted.shape[1]].to(maps)
     return l1_loss(predicted, wanted, weights) / max(1, len(wanted))

@@ -79,8 +79,10 @@ def decorate(
     mean = xyz.sum(1, keepdim=True) / num_points.to(points).view(-1, 1, 1)
     low = [size / 2 + edge for size, edge in zip(voxel_size, point_cloud_range[:3], strict=True)]
     cells = coords[:, [3, 2, 1]].to(points)
+    # From the lower edges to the centres.
     centre = cells * points.new_tensor(list(voxel_size)) + points.new_tensor(low)
     decorated = torch.cat([points, xyz - mean, xyz - centre[:, None]], -1)
+    # Empty places would have offsets too.
     places = torch.arange(points.shape[1], device=points.device)
     return decorated * (places < num_points[:, None]).to(points)[..., None]
 
@@ -145,14 +147,7 @@ class PointPillarsScatter(nn.Module):
 def scatter(
     features: Tensor, coords: Tensor, batch_size: int, output_shape: tuple[int, int]
 ) -> Tensor:
-    """`PointPillarsScatter` as a function.
-
-    Args:
-        features: float [pillars, channels].
-        coords: int32 [pillars, 4]: batch, z, y, x; no cell twice.
-        batch_size: Number of frames.
-        output_shape: Cells along y and x.
-    """
+    """`PointPillarsScatter` as a function; no cell twice."""
     y, x = output_shape
     batch, _, row, column = coords.long().unbind(1)
     canvas = features.new_zeros(batch_size * y * x, features.shape[1])

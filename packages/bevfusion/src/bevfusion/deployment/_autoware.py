@@ -46,14 +46,8 @@ class NodeMapsPart(CenterPart):
 
 
 def node_box(dim: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Sizes and yaw of mmdetection3d before 1.0 from those since, or the other way round.
-
-    With the yaw a = −b − π/2, sin a = −cos b and cos a = −sin b.
-
-    Args:
-        dim: float [1, 3, y, x].
-        rot: float [1, 2, y, x], sine and cosine.
-    """
+    """Sizes and yaw of mmdetection3d before 1.0 from those since, or the other way round."""
+    # With the yaw a = −b − π/2, sin a = −cos b and cos a = −sin b.
     turned = torch.cat([rot[:, 1:], rot[:, :1]], 1)
     return torch.cat([dim[:, 1:2], dim[:, :1], dim[:, 2:]], 1), -turned
 

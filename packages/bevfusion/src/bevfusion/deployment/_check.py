@@ -35,14 +35,11 @@ Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
 
 def runner(written: Written) -> Run:
-    """A file as a function of its inputs.
-
-    It runs as `bevquant_export.open_onnx` has it; for libspconv in integers here, for Autoware's
-    plugin by the definition of its operators.
-    """
+    """A file as a function of its inputs."""
     from bevquant_export.targets.autoware import run_on_frame
 
     file = written.piece.file
+    # Integers for libspconv run here, Autoware's plugin by the definition of its operators.
     if written.linted == "libspconv":
         sparse: Any = load_sparse_onnx(written.path)
         return lambda args: [sparse(*args)]
@@ -130,14 +127,12 @@ _LOST_QUERIES = 0.02
 
 
 def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
-    """Compare every tensor of a file with the model on a frame's inputs.
-
-    The exporter has run a quantized or sparse file on these very inputs before it gave it its name.
-    A float file is run here, as is a file of another package's engine that was not run yet.
-    """
+    """Compare every tensor of a file with the model on a frame's inputs."""
     piece, name = written.piece, written.path.name
     if piece.kind == "float":
         return tuple(_floats(written, args))
+    # The exporter has run a quantized or sparse file on these very inputs before it gave it its
+    # name; not so one of another package's engine.
     rows = written.made.differences
     if not rows and piece.kind != "sparse":
         rows = compare_qdq_onnx(written.made, piece.fake_module, args)
@@ -175,10 +170,9 @@ def float_layer(
 
 
 def _matched(wanted: Any, got: Any, tolerance: float) -> tuple[list[Tensor], int]:
-    """The outputs of the head with its queries in the model's order, and how many have no partner.
-
-    Scores that differ by less than rounding may change places, and each other's queries with them.
-    """
+    """The head's outputs with their queries in the model's order; how many have no partner."""
+    # Scores that differ by less than rounding may change places, and each other's queries with
+    # them: queries are paired by all of their values.
     both = [
         torch.cat([part[0] / max(float(want.abs().max()), 1e-30) for part, want in pairs]).T
         for pairs in (list(zip(side, wanted, strict=True)) for side in (wanted, got))
@@ -189,6 +183,7 @@ def _matched(wanted: Any, got: Any, tolerance: float) -> tuple[list[Tensor], int
     turned = []
     for want, made in zip(wanted, got, strict=True):
         placed = made[..., nearest.indices].clone()
+        # A query without a partner is counted, and compared no further.
         placed[..., lost] = want[..., lost]
         turned.append(placed)
     return turned, int(lost.sum())
@@ -246,16 +241,7 @@ def set_stages(
 ) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
     """Run a frame in float, in integers and through the files; compare the tensors between them.
 
-    Args:
-        pieces: In order.
-        onnx: Runs a file.
-        batch: The frame.
-        model: Any form of the model.
-        known: Tensors made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
-            fake-quantized model every stage's output.
-
-    Returns:
-        The stages, and all tensors of the integer model and of the files.
+    Returns the stages, and all tensors of the integer model and of the files.
     """
     files = [piece.file for piece in pieces]
     named = {piece.file.name: piece for piece in pieces}

@@ -258,10 +258,8 @@ def _few_voxels(features: Tensor, coords: Tensor, batch_size: int) -> tuple[Tens
 
 
 def _middle_of(*maps: Tensor) -> tuple[Tensor, ...]:
-    """The middle of the first of maps [frames, (cameras,) channels, x, y]: parts take any size.
-
-    Maps of several sizes keep theirs.
-    """
+    """The middle of the first of maps [frames, (cameras,) channels, x, y]: parts take any size."""
+    # Maps of several sizes keep theirs, which have to fit each other.
     grids = {value.shape[-2:] for value in maps}
     for axis, size in enumerate(next(iter(grids)), start=-2) if len(grids) == 1 else ():
         cells = min(_EXAMPLE_CELLS, size)

@@ -14,11 +14,7 @@ from bevfusion.model import BEVFusion, Detector
 
 
 class DepthPart(nn.Module):
-    """The view transform up to the pooling: context and depth distribution of each pixel.
-
-    The context comes channels last, [cameras, rows, columns, channels], as CUDA-BEVFusion's pooling
-    reads it.
-    """
+    """The view transform up to the pooling: context and depth distribution of each pixel."""
 
     def __init__(self, transform: Any) -> None:
         super().__init__()
@@ -32,6 +28,7 @@ class DepthPart(nn.Module):
         x = torch.cat(both, 1) if self.quant_concat is None else self.quant_concat(both)
         x = self.depthnet(x)
         context = x[:, self.bins : self.bins + self.channels]
+        # Channels last, as CUDA-BEVFusion's pooling reads them.
         return context.permute(0, 2, 3, 1), x[:, : self.bins].softmax(1)
 
 
@@ -121,6 +118,7 @@ class BoxesPart(nn.Module):
 
     def __init__(self, head: Any) -> None:
         super().__init__()
+        # A copy: the model's own head keeps its choice of queries.
         head = copy.deepcopy(head)
         head.query_picker = _TopQueries(head.config.num_queries)
         self.heads = nn.ModuleDict({"object": head})
@@ -243,6 +241,7 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     """
     parts = tuple(parts)
     wanted = {"camera": (_CAMERA, _VIEW), "lidar": (_LIDAR,), "fuser": (_FUSER,), "head": (_HEAD,)}
+    # Without a fuser, the decoder reads the one branch that there is.
     if "fuser" not in parts:
         wanted["decoder"] = (_decoder(reads=parts[0]),)
     return tuple(file for part in parts for file in wanted.get(part, ()))

@@ -236,9 +236,11 @@ class SplitModel(nn.Module):
             elif unit not in ran:  # the graph holds its other steps too
                 x = self._run(unit, note, *inputs)
                 ran.add(unit)
+            # A graph hands on the head's maps in their order, without names.
             if step.output == "head" and not isinstance(x, dict):
                 x = dict(zip(self.model.head.output_names, x, strict=True))
             values[step.output] = x
+            # Inside a unit, the graph's nodes note the stages.
             if step.output in STAGE_TITLES and (not unit or unit != following):
                 note(step.output, whole_output(x) if step.output == "head" else x)
         return x

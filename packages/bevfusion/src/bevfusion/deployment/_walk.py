@@ -77,6 +77,7 @@ def walk(
 def _needed(files: Sequence[FilePart], wanted: Iterable[str], known: Mapping[str, Any]) -> set[str]:
     """Missing tensors that `wanted` or its producers read."""
     needed = set(wanted) - known.keys()
+    # Backwards: what a needed file reads is needed too.
     for file in reversed(files):
         for name in needed.intersection(BETWEEN):
             needed |= BETWEEN[name] - known.keys()
@@ -116,6 +117,7 @@ def watching(model: Detector) -> Iterator[dict[str, Tensor]]:
 
 
 def _scattered(tensors: dict[str, Any], batch: Batch, model: Detector) -> Tensor:
+    # The padding has no cells.
     filled = tensors[PILLARS][: len(batch.coords)]
     scattered: Tensor = model.lidar["backbone"](filled, batch.coords, batch.batch_size)
     return scattered

@@ -167,6 +167,7 @@ def evaluate_detector(model: Detector, batches: FrameBatches) -> dict[str, Any]:
             if labels is None:
                 raise InputError(f"{batches.names[index][0]}: no labels to judge by")
             accumulator.add(batches.boxes(model, model(*batch), batch), labels)
+            # What the cameras add: the same frames with grey pictures.
             if fused and batch.images is not None:
                 grey = batch._replace(images=torch.zeros_like(batch.images))
                 blind.add(batches.boxes(model, model(*grey), batch), labels)

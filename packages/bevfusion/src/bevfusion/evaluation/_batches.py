@@ -206,6 +206,7 @@ class FrameBatches(Sequence[Batch]):
         self._labels[index] = frame.labels
         reads_points = self._voxelize is not None
         self._findings[index] = frame_findings(frame, len(batch.coords)) if reads_points else ()
+        # The first batches are kept, and one of them however large it is.
         if sum(map(_bytes, self._kept.values())) + _bytes(batch) <= KEPT_BYTES or not self._kept:
             self._kept[index] = batch
         self._last = index, batch
@@ -236,11 +237,7 @@ class FrameBatches(Sequence[Batch]):
         return Batch(features, coords, 1, images, depth, cells)
 
     def _voxels(self, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
-        """Voxels of the frame, or voxels made of its points.
-
-        Raises:
-            InputError: No point in range, or voxels of another grid.
-        """
+        """Voxels of the frame, or voxels made of its points."""
         if self._voxelize is None:
             columns = self.sizes.lidar.in_channels
             return torch.zeros(0, columns), torch.zeros(0, 4, dtype=torch.int32)
@@ -295,6 +292,7 @@ def data_findings(
     notes = [batches.note(index) for index in range(count)]
     every = [finding for note in notes for finding in note.findings]
     few = [finding for finding in every if finding.kind == "few voxels"]
+    # Few voxels in some of the frames harm no range that others set.
     found = [f for f in every if f not in few]
     found += [replace(f, poor=len(few) == count) for f in few]
     whole = notes[0].name if count == 1 else f"all {count} frames"

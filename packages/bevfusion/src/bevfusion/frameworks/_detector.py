@@ -92,6 +92,7 @@ class ForeignDetector:
             return move_objects(found, back) if isinstance(found, Detections) else found
 
         corners = np.reshape(self.point_cloud_range, (2, 3)) @ back[:3, :3].T
+        # Turned, a lower corner may be an upper one.
         low, high = np.minimum(*corners).tolist(), np.maximum(*corners).tolist()
         note = (
             f"frames are turned from {FRAME_AXES} to its axes, {self.axes}; files of --points that "
@@ -159,6 +160,7 @@ class ForeignModel(Detector):
 
     def __init__(self, detector: ForeignDetector) -> None:
         super().__init__()
+        # Quantizers are put into this copy; the user's network stays as it is.
         self.network = copy.deepcopy(detector.network)
         self.kept_in_float = {
             path + below: METRES_IN_FLOAT
@@ -234,6 +236,7 @@ def with_equal_rows(
         The arguments, and a note for the file's user; "" if rows are not repeated.
     """
     counts = [next(map(_rows, filter(_rows, tree_leaves(batch))), 0) for batch in batches]
+    # Voxels of sparse convolutions may not be repeated.
     if max(counts) < 2 or any(map(is_sparse_conv, network.modules())):
         return list(batches), ""
     fewest, most = min(counts), max(counts)
@@ -244,6 +247,7 @@ def with_equal_rows(
             more = called(network, _repeated(shortest, fewest, max(most, fewest + 1)))
         except (RuntimeError, ValueError, IndexError):  # its number of rows is fixed
             return list(batches), ""
+    # Nor rows of a network that repeated ones change by more than the order of sums.
     if not all(map(_equal, wanted, tree_leaves(more))):
         return list(batches), ""
     longer = [_repeated(batch, n, most) for batch, n in zip(batches, counts, strict=True)]
@@ -281,11 +285,7 @@ def _equal(want: Any, got: Any) -> bool:
 
 
 def run_user_code(name: str, function: Callable[..., Any], *given: Any, advice: str = "") -> Any:
-    """Result of the user's code.
-
-    Raises:
-        InputError: It raised; the message has its file and line.
-    """
+    """Result of the user's code."""
     try:
         return function(*given)
     except InputError:
@@ -313,11 +313,7 @@ def user_error(error: Exception) -> str:
 
 
 def _checked(found: Detections, classes: Sequence[str]) -> Detections:
-    """The boxes, if their arrays belong together.
-
-    Raises:
-        InputError: They do not.
-    """
+    """The boxes, if their arrays belong together."""
     count = len(found.boxes)
     wanted = {"boxes": (count, 7), "scores": (count,), "labels": (count,), "velocities": (count, 2)}
     for name, shape in wanted.items():
@@ -345,5 +341,6 @@ def sorted_detections(
     if velocities is None:
         velocities = np.zeros((len(boxes), 2))
     found = Detections.of_rows(order, boxes, scores, labels, velocities)
+    # To −π … π.
     found.boxes[:, 6] -= 2 * np.pi * np.floor((found.boxes[:, 6] + np.pi) / (2 * np.pi))
     return found

@@ -251,16 +251,15 @@ class _TorchOnCpu(ModuleType):
 
 
 def allocate_on_cpu() -> None:
-    """Let mmcv's operators that are written for CUDA alone run on the CPU with their stand-ins.
-
-    Deformable attention becomes the operator of `bevquant_graph`, which samples in integers. Called
-    once mmcv is imported.
-    """
+    """Let mmcv's operators that are written for CUDA alone run on the CPU with their stand-ins."""
+    # Called once mmcv is imported. Deformable attention becomes the operator of `bevquant_graph`,
+    # which samples in integers.
     attention: Any = sys.modules.get("mmcv.ops.multi_scale_deform_attn")
     if attention is not None:
         attention.multi_scale_deformable_attn_pytorch = _attention_without_starts
     for name in ("furthest_point_sample", "points_in_boxes", "knn"):
         module: Any = sys.modules.get(f"mmcv.ops.{name}")
+        # The compiled package stays as it is.
         if module is not None and isinstance(sys.modules.get("mmcv._ext"), _Extension):
             module.torch = _TorchOnCpu("torch")
 

@@ -42,12 +42,6 @@ def load_function(name: str) -> ForeignDetector:
 
     The function takes no argument. It returns a `ForeignDetector`, or a module, which then takes
     the points of a frame, or a tuple of a module and `arguments`, or of these and `boxes`.
-
-    Args:
-        name: The function, importable from here.
-
-    Raises:
-        InputError: It cannot be imported or called, or returns something else.
     """
     module_name, _, function_name = name.partition(":")
     try:

@@ -94,13 +94,7 @@ class FusionNetwork(VoxelNetwork):
     """Points with their voxels and an image to the outputs of the head (MVX-Net)."""
 
     def forward(self, voxels: Voxels, image: Tensor, calibration: Mapping[str, Tensor]) -> Any:
-        """The head's outputs.
-
-        Args:
-            voxels: Of dynamic voxelization: every point and its cell.
-            image: [1, 3, height, width], normalized.
-            calibration: See `camera_metas`.
-        """
+        """The head's outputs from every point and its cell, an image and calibration."""
         features = self.model.img_neck(self.model.img_backbone(image))
         points, coords = voxels["voxels"], voxels["coors"]
         metas = [camera_metas(image, calibration)]
@@ -119,11 +113,7 @@ class SegmentationNetwork(Network):
 
 
 class UNetNetwork(Network):
-    """Voxels of one frame to the class scores of each voxel (MinkUNet on spconv).
-
-    The backbone's own forward takes the grid's size out of the coordinates; here it is that of the
-    range.
-    """
+    """Voxels of one frame to the class scores of each voxel (MinkUNet on spconv)."""
 
     def forward(self, voxels: Voxels) -> Any:
         """The head's outputs [voxels, classes]."""
@@ -132,6 +122,7 @@ class UNetNetwork(Network):
         backbone, layer = self.model.backbone, self.model.data_preprocessor.voxel_layer
         low, high = layer.point_cloud_range[:3], layer.point_cloud_range[3:]
         axes = zip(low, high, layer.voxel_size, strict=True)
+        # The backbone's own forward takes the grid's size out of the coordinates.
         grid = [round((b - a) / size) + 1 for a, b, size in axes]
         x = backbone.conv_input(SparseConvTensor(voxels["voxels"], voxels["coors"], grid, 1))
         laterals = []
@@ -167,19 +158,12 @@ class ImageNetwork(Network):
 
 
 class VolumeNetwork(Network):
-    """Images to features at fixed places of space, and to the outputs of the head.
-
-    The model's own `extract_feat` samples the images, with calibration from the arguments.
-    """
+    """Images to features at fixed places of space, and to the outputs of the head."""
 
     def forward(self, images: Tensor, calibration: Mapping[str, Tensor]) -> Any:
-        """The head's outputs, or (these, valid) where the decoder reads which places are seen.
-
-        Args:
-            images: [1, 3, height, width], or [1, views, 3, height, width].
-            calibration: See `camera_metas`.
-        """
+        """The head's outputs, or (these, valid) where the decoder reads which places are seen."""
         metas = camera_metas(images, calibration)
+        # The model's own method samples the images, with calibration from the arguments.
         x, *valid = self.model.extract_feat({"imgs": images}, [SimpleNamespace(metainfo=metas)])
         outputs = self.head([x] if isinstance(x, Tensor) else x)
         # The decoder of rooms reads which places an image sees.
@@ -225,10 +209,6 @@ def load_mmdet3d(
             ``centerpoint/centerpoint_voxel01_second_secfpn_8xb4-cyclic-20e_nus-3d.py``.
         checkpoint: As mmengine saves it; random weights without. Nothing in it is executed.
         edit: Changes the configuration, in place, before the model is built.
-
-    Raises:
-        InputError: A package or the file is missing, the configuration cannot be read or built,
-            the model is of a kind that has no network here, or the checkpoint is another model's.
     """
     use_operator_standins()
     try:
@@ -280,11 +260,7 @@ def load_mmdet3d(
 
 
 def _network(model: Any, loader: FrameLoader, name: str) -> Network:
-    """The part of a detector that belongs into files.
-
-    Raises:
-        InputError: It is of no known kind.
-    """
+    """The part of a detector that belongs into files."""
     made, of_points = Network(model), "LoadPointsFromFile" in loader.loads
     voxels = getattr(model.data_preprocessor, "voxel", False)
     patches = getattr(model, "test_cfg", None) or {}

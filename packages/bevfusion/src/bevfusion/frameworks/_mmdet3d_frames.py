@@ -117,13 +117,11 @@ def _centred(image: Any, width: int, height: int) -> Any:
 
 
 def _sample(points: Tensor, step: Mapping[str, Any]) -> Tensor:
-    """As many points as the model takes, the same of a frame in every call.
-
-    With `sample_range` [m] all points beyond are kept.
-    """
+    """As many points as the model takes, the same of a frame in every call."""
     chance, count = np.random.default_rng(0), step["num_points"]
     if len(points) < count:
         return points[chance.choice(len(points), count)]
+    # With `sample_range` [m] all points beyond are kept.
     far = np.zeros(0, np.int64)
     near = np.arange(len(points))
     if step.get("sample_range") is not None:
@@ -138,12 +136,7 @@ Bounds = tuple[float, float, float, float, float, float]
 
 
 class FrameLoader:
-    """Steps of a configuration's test pipeline between files and the model.
-
-    Args:
-        model: mmdetection3d's detector.
-        settings: Its configuration.
-    """
+    """Steps of a configuration's test pipeline between files and the model."""
 
     def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
         self.preprocessor = model.data_preprocessor
@@ -272,15 +265,12 @@ def _tested(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def to_detections(found: Any, to_boxes: npt.NDArray[np.float64]) -> Detections:
     """mmdetection3d's instances as boxes in a frame's axes, best score first.
 
-    A box is mapped by its centre, and by the direction of its length: (cos, sin, 0) of the yaw in
-    axes of LiDAR and depth, (cos, 0, −sin) in those of a camera (x right, y down, z forward).
-
-    Args:
-        found: With `bboxes_3d`, `scores_3d`, `labels_3d`.
-        to_boxes: [4, 4], from the frame's axes to those of the boxes, such as a camera's.
+    `to_boxes` leads from the frame's axes to those of the boxes, such as a camera's.
     """
     boxes = found.bboxes_3d
     rows = boxes.tensor.detach().double().numpy()
+    # A box is mapped by its centre, and by the direction of its length: (cos, sin, 0) of the yaw in
+    # axes of LiDAR and depth, (cos, 0, −sin) in those of a camera (x right, y down, z forward).
     of_camera = type(boxes).__name__ == "CameraInstance3DBoxes"
     flat, sizes = ((0, 2), (3, 5, 4)) if of_camera else ((0, 1), (3, 4, 5))
     sign = -1 if of_camera else 1

@@ -101,14 +101,7 @@ def without_cuda() -> Iterator[None]:
 
 
 def import_openpcdet(checkout: Path | None) -> ModuleType:
-    """The module ``pcdet.models``.
-
-    Args:
-        checkout: The folder that has ``pcdet``; None for the installed one.
-
-    Raises:
-        ImportError: It is absent, or a package that its models need.
-    """
+    """The module ``pcdet.models`` of a checkout, or of the installed package."""
     if checkout is not None and str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     spec = importlib.util.find_spec("pcdet")
@@ -140,12 +133,7 @@ NEEDS = (
 
 
 class FirstStage(nn.Module):
-    """Voxels of one frame to a head's maps: a detector without voxelization and decoding.
-
-    Args:
-        model: OpenPCDet's detector.
-        parts: Those of its modules that run here, of `PARTS`.
-    """
+    """Voxels of one frame to a head's maps: a detector without voxelization and decoding."""
 
     def __init__(self, model: Any, parts: Sequence[str] = PARTS) -> None:
         super().__init__()
@@ -154,13 +142,9 @@ class FirstStage(nn.Module):
                 self.add_module(name, getattr(model, name))
 
     def forward(self, voxels: dict[str, Tensor]) -> Any:
-        """The head's inputs for decoding.
-
-        Args:
-            voxels: OpenPCDet's "voxels", "voxel_num_points" and "voxel_coords" (batch, z, y, x);
-                without an encoder of voxels its results, "features" and "coords".
-        """
+        """The head's inputs for decoding, from voxels under OpenPCDet's names."""
         batch: dict[str, Any] = {**voxels, "batch_size": 1}
+        # Without an encoder of voxels these are its results.
         for name in ("features", "coords"):
             if name in voxels:
                 batch[f"voxel_{name}"] = batch[f"pillar_{name}"] = voxels[name]
@@ -220,10 +204,6 @@ def load_openpcdet(
             file, in this order.
         checkpoint: As OpenPCDet saves it (``model_state``); random weights without. Nothing in it
             is executed.
-
-    Raises:
-        InputError: The code, a package of it or the file is missing, the model has no branch from
-            points to a dense head, or the checkpoint is another model's.
     """
     name = f"openpcdet:{config}"
     path = Path(config)

@@ -45,17 +45,8 @@ def _nested(value: Any) -> Any:
 
 
 def find_checkout(config: Path) -> Path | None:
-    """The folder with OpenPCDet's ``pcdet``: the variable's, or the one around the configuration.
-
-    Args:
-        config: A file that may lie in ``tools/cfgs`` of a checkout.
-
-    Returns:
-        None where the installed package is used.
-
-    Raises:
-        InputError: The variable names another folder.
-    """
+    """The folder with OpenPCDet's ``pcdet``; None where the installed package is used."""
+    # The variable's, or the one around the configuration, which may lie in a checkout.
     named = os.environ.get(CHECKOUT)
     if named:
         if not (Path(named) / "pcdet" / "models").is_dir():
@@ -68,14 +59,7 @@ def find_checkout(config: Path) -> Path | None:
 
 
 def read_config(path: Path, checkout: Path | None) -> Settings:
-    """A configuration with its ``_BASE_CONFIG_`` files, as OpenPCDet merges them.
-
-    Dictionaries are merged, other values replaced. A base file's path is relative to a folder
-    around the configuration, or to the checkout's ``tools``.
-
-    Raises:
-        InputError: PyYAML is absent, a file is, or one is not a dictionary in YAML.
-    """
+    """A configuration with its ``_BASE_CONFIG_`` files, as OpenPCDet merges them."""
     try:
         import yaml
     except ImportError as error:
@@ -88,6 +72,7 @@ def read_config(path: Path, checkout: Path | None) -> Settings:
         raise InputError(
             f"openpcdet:{path}: expected a dictionary in YAML, got {type(given).__name__}"
         )
+    # A base file's path is relative to a folder around the configuration, or to `tools`.
     folders = [*path.resolve().parents, *([checkout / "tools"] if checkout else [])]
     return _merged(Settings(), given, path, folders, checkout)
 
@@ -103,6 +88,7 @@ def _merged(
                 f"openpcdet:{path}: no file {base} (_BASE_CONFIG_) in {folders[0]} or above"
             )
         into.update(read_config(found, checkout))
+    # Dictionaries are merged, other values replaced.
     for key, value in given.items():
         if isinstance(value, dict):
             own = into.get(key)

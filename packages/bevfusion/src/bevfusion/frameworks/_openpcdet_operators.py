@@ -138,11 +138,7 @@ def _voxel_query(
 
 
 def openpcdet_extensions(mmcv: Functions) -> Mapping[str, Functions]:
-    """Functions by the last part of the module's name.
-
-    Args:
-        mmcv: Those of `mmcv._ext`, which some are in another order of arguments.
-    """
+    """Functions by the last part of the module's name; some are mmcv's in another order."""
 
     def ball_query(b: int, n: int, m: int, radius: float, samples: int, *tensors: Tensor) -> None:
         mmcv["ball_query_forward"](*tensors, b, n, m, 0.0, radius, samples)

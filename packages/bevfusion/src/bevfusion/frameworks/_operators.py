@@ -59,9 +59,11 @@ def hard_voxelize(
     unique, first, voxel = np.unique(
         cells[rows].numpy(), axis=0, return_index=True, return_inverse=True
     )
+    # Voxels are numbered by their first points.
     rank = np.empty(len(unique), np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(unique))
     owner = rank[voxel.reshape(-1)]
+    # A point's place in its voxel: how many of the same voxel come before it.
     order = np.argsort(owner, kind="stable")
     starts = np.searchsorted(owner[order], np.arange(len(unique)))
     slot = np.empty(len(owner), np.int64)
@@ -119,15 +121,7 @@ def boxes_overlap_bev(a: Tensor, b: Tensor) -> Tensor:
 
 
 def nms(overlap: Tensor, threshold: float) -> Tensor:
-    """Greedy suppression among rows sorted by score: rows that no better kept row overlaps.
-
-    Args:
-        overlap: [n, n], best score first.
-        threshold: A row with a larger overlap than this with a kept row is dropped.
-
-    Returns:
-        int64, rows that stay.
-    """
+    """Rows, sorted by score, that no better kept row overlaps by more than the threshold."""
     return torch.from_numpy(greedy_nms((overlap > threshold).numpy()))
 
 
@@ -195,6 +189,7 @@ def roiaware_pool(
     for box in range(len(boxes)):
         rows = torch.nonzero(inside[box])[:, 0]
         place = ((local[box, rows] / boxes[box, 3:6] + 0.5) * steps).long()
+        # A point on an upper face is in the last cell.
         place = torch.minimum(place.clamp(min=0), steps - 1)
         for row, (x, y, z) in zip(rows.tolist(), place.tolist(), strict=True):
             own = members[box, x, y, z]
@@ -297,13 +292,7 @@ def ball_query(
 def furthest_points(distances_to: Tensor, count: int, *, pairwise: bool) -> Tensor:
     """Row 0, then again and again the row farthest from all chosen ones; the first of equals.
 
-    Args:
-        distances_to: Points [n, 3], or with `pairwise` their squared distances [n, n].
-        count: Rows to choose.
-        pairwise: See `distances_to`.
-
-    Returns:
-        int32 [count].
+    Takes points [n, 3], or with `pairwise` their squared distances [n, n].
     """
     chosen: Tensor = _furthest_points(distances_to, count, pairwise)
     return chosen
@@ -358,6 +347,7 @@ def deformable_conv2d(
     kx = torch.arange(kw).repeat(kh) * dilation[1] - padding[1]
     y = shift[:, :, :, 0] + ky.view(-1, 1, 1) + (torch.arange(oh) * stride[0]).view(-1, 1)
     x_ = shift[:, :, :, 1] + kx.view(-1, 1, 1) + torch.arange(ow) * stride[1]
+    # Positions as `grid_sample` reads them.
     grid = torch.stack([(2 * x_ + 1) / width - 1, (2 * y + 1) / height - 1], -1)
     image = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
     columns = functional.grid_sample(

@@ -78,6 +78,7 @@ def random_weights(model: Detector, *batch: Any, seed: int = 0) -> Any:
         The model's output for the batch, from that one pass with the final weights.
     """
     generator = torch.Generator().manual_seed(seed)
+    # Features and coordinates alone are one frame's.
     one_frame = len(batch) == 2 and "batch_size" in signature(model.forward).parameters
     inputs = (*batch, 1) if one_frame else batch
     hooks = []
@@ -259,6 +260,7 @@ def lidar_map(config: LidarConfig) -> Map:
         (256, 180, 180)
     """
     shape = list(config.sparse_shape)
+    # The last stage does not halve the grid.
     for paddings in config.encoder_paddings[:-1]:
         last = paddings[-1]
         padding = (last,) * 3 if isinstance(last, int) else last
@@ -284,15 +286,7 @@ def camera_map(config: CameraConfig) -> Map:
 
 
 def check_sizes(config: BEVFusionConfig, parts: tuple[str, ...]) -> None:
-    """Refuse a configuration whose parts cannot read each other's maps.
-
-    Args:
-        config: Sizes.
-        parts: Those that are built; the others' sizes do not matter.
-
-    Raises:
-        InputError: Two numbers that contradict each other, with where each comes from.
-    """
+    """Refuse a configuration whose parts cannot read each other's maps."""
     maps = {"camera": camera_map(config.camera), "lidar": lidar_map(config.lidar)}
     if "fuser" in parts:
         got = tuple(maps[sensor][0] for sensor in ("camera", "lidar"))

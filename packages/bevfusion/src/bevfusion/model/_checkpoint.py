@@ -170,6 +170,7 @@ def _convert(model: nn.Module, renamed: Renamed, wanted: Mapping[str, Tensor]) -
             tensors[name] = CONVERSIONS[how](before, modules[name.rpartition(".")[0]])
             if tensors[name] is not before:
                 done[name] = how
+    # A convolution's bias in front of a batch norm does the same, taken off the mean.
     for name in [n for n in tensors if n not in wanted and re.search(NORM_BEHIND[0], n)]:
         mean = re.sub(*NORM_BEHIND, name)
         if mean in wanted and mean in tensors and tensors[mean].shape == tensors[name].shape:
@@ -195,11 +196,7 @@ class _Fit:
 
 
 def _fit(model: nn.Module, renamed: Renamed, layout: str, state: Mapping[str, Tensor]) -> _Fit:
-    """The entries that the model takes.
-
-    Raises:
-        InputError: An entry does not fit.
-    """
+    """The entries that the model takes."""
     paths = _paths(model)
     parts = tuple(getattr(model, "parts", paths))
     tensors, wanted = renamed.tensors, model.state_dict()
@@ -258,16 +255,7 @@ def _read(path: str | Path, key: str | None, ema: bool | None) -> Checkpoint:
 def _source_layout(
     convs: Mapping[str, nn.Module], given: Mapping[str, Tensor], layout: str
 ) -> tuple[WeightLayout, list[str]]:
-    """The layout of the sparse weights, and a line for each one whose shape does not fit it.
-
-    Args:
-        convs: Sparse convolutions by the name of their weight.
-        given: The file's tensors; every name of `convs` is in it.
-        layout: One of `LAYOUTS`, or "auto".
-
-    Raises:
-        InputError: The shapes leave the layout open, or do not agree on one.
-    """
+    """The layout of the sparse weights, and a line for each one whose shape does not fit it."""
     shapes = {name: _shapes(module) for name, module in convs.items()}
     fits = {
         name: {key for key, shape in shapes[name].items() if tuple(given[name].shape) == shape}

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def require_spconv() -> ModuleType:
-    """`spconv.pytorch`, or bevquant_sparse's stand-in for it where spconv is not installed.
-
-    Raises:
-        InputError: spconv is installed and cannot be imported.
-    """
+    """`spconv.pytorch`, or bevquant_sparse's stand-in for it where spconv is not installed."""
     try:
         with warnings.catch_warnings():
             # spconv's annotations make torch warn at import; nothing a user could act on.
@@ -61,14 +57,11 @@ class SparseBasicBlock(spconv.SparseModule):  # type: ignore[misc, name-defined]
     """Two submanifold 3×3×3 convolutions and a skip connection.
 
     y = relu(bn2(conv2(h)) + x) with h = relu(bn1(conv1(x))).
-
-    Args:
-        channels: Width of input and output; they are equal, so the skip needs no projection.
-        indice_key: Both convolutions see the same active sites and share one rulebook.
     """
 
     def __init__(self, channels: int, indice_key: str) -> None:
         super().__init__()
+        # Both convolutions see the same sites, and share one rulebook.
         self.conv1 = spconv.SubMConv3d(
             channels, channels, 3, padding=1, bias=False, indice_key=indice_key
         )
@@ -93,14 +86,13 @@ class SparseBasicBlock(spconv.SparseModule):  # type: ignore[misc, name-defined]
 class SparseEncoder(nn.Module):
     """mit-bevfusion's SparseEncoder (order conv, norm, act; residual blocks), same parameter names.
 
-    Stage i halves x, y and z; the last convolution folds z once more. With the `nuscenes` sizes
-    the grid goes 1440×1440×41 → 720×720×21 → 360×360×11 → 180×180×5 → 180×180×2.
-
-    With `LidarConfig.zyx` the axes of grid and kernels are z, y, x: mmdetection3d's SparseEncoder.
+    With the `nuscenes` sizes the grid goes 1440×1440×41 → 720×720×21 → 360×360×11 → 180×180×5 →
+    180×180×2.
     """
 
     def __init__(self, config: LidarConfig) -> None:
         super().__init__()
+        # mmdetection3d's SparseEncoder has the axes z, y, x, of the grid and of kernels.
         self.zyx = config.zyx
         self.sparse_shape = list(self._axes(config.sparse_shape))
         channels = config.base_channels
@@ -109,6 +101,7 @@ class SparseEncoder(nn.Module):
                 config.in_channels, channels, 3, padding=1, bias=False, indice_key="subm1"
             )
         )
+        # Stage i halves x, y and z; the last convolution folds z once more.
         stages: OrderedDict[str, nn.Module] = OrderedDict()
         last = len(config.encoder_channels)
         for stage, (widths, paddings) in enumerate(
@@ -146,16 +139,10 @@ class SparseEncoder(nn.Module):
         return tuple(reversed(sizes)) if self.zyx and not isinstance(sizes, int) else sizes
 
     def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Tensor:
-        """Voxels to the bird's-eye view.
+        """Voxels to the bird's-eye view, float [batch, output_channels · z, x, y].
 
-        Args:
-            features: float [voxels, in_channels].
-            coords: int32 [voxels, 4]: batch, x, y, z; with `zyx` batch, z, y, x.
-            batch_size: Number of frames in the batch.
-
-        Returns:
-            float [batch, output_channels · z, x, y], with `zyx` [batch, output_channels · z, y, x]:
-            channel c·Z + z holds channel c at height z.
+        With `zyx` coordinates are batch, z, y, x, and the map is y, x. Channel c·Z + z
+        holds channel c at height z.
         """
         x: Any = spconv.SparseConvTensor(features, coords, self.sparse_shape, batch_size)
         x = self.conv_input(x)

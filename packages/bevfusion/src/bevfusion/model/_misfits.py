@@ -161,16 +161,9 @@ def kind_of(
     paths: Mapping[str, tuple[str, ...]],
     own: Iterable[str],
 ) -> str | None:
-    """A sentence on the kind of checkpoint, if it belongs to another kind of model.
-
-    Args:
-        names: Entries of the model's parts, and entries of no part.
-        absent: Parts of the model without an entry.
-        state: All entries.
-        paths: How the names of each part's entries begin.
-        own: The model's entries; a kind with such names is the model's own.
-    """
+    """A sentence on the kind of checkpoint, if it belongs to another kind of model."""
     names, state = list(names), list(state)
+    # A kind whose names the model has too is the model's own.
     for pattern, sentence in _KINDS:
         if any(re.search(pattern, name) for name in names) and not any(
             re.search(pattern, name) for name in own
@@ -192,13 +185,11 @@ def kind_of(
 
 
 def config_of(state: Mapping[str, Tensor], model: nn.Module) -> str | None:
-    """The configuration whose sizes the entries have, if it is not the one `model` was built by.
-
-    Sparse weights, whose layout is open, are not looked at.
-    """
+    """The configuration whose sizes the entries have, if it is not the one `model` was built by."""
     from bevfusion.model._build import build_model
     from bevfusion.model._config import CONFIGS
 
+    # Sparse weights are not looked at: their layout is open.
     given = {name: t.shape for name, t in state.items() if t.ndim != 5}
     own = {name: t.shape for name, t in model.state_dict().items()}
     if not any(name.startswith(("encoders.", "decoder.")) for name in own):

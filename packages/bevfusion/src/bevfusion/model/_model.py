@@ -29,20 +29,14 @@ PART_PATHS = {
 
 
 class FlowStep(NamedTuple):
-    """A module between the sensors and the boxes.
-
-    Attributes:
-        name: In words.
-        part: Of the model.
-        path: Of the module.
-        inputs: Values: images, depth, voxels, or outputs of other steps.
-        output: Name of its output. The last step of a stage has the stage's name.
-    """
+    """A module between the sensors and the boxes."""
 
     name: str
     part: str
     path: str
+    # Values: images, depth, voxels, or outputs of other steps.
     inputs: tuple[str, ...]
+    # Name of its output. The last step of a stage has the stage's name.
     output: str
 
 
@@ -61,11 +55,7 @@ STAGES = {step.part: step.path for step in _STEPS}
 
 
 def check_parts(parts: Iterable[str]) -> tuple[str, ...]:
-    """The parts in the order in which they run.
-
-    Raises:
-        InputError: An unknown part, or parts that cannot run together; the message says why.
-    """
+    """The parts in the order in which they run."""
     given = set(parts)
     unknown = sorted(given - set(PARTS))
     if unknown:
@@ -381,15 +371,7 @@ def require(branch: str, **inputs: Tensor | None) -> None:
 def check_camera(
     images: Tensor, depth: Tensor, cells: Tensor, batch_size: int, frustum: Tensor
 ) -> None:
-    """Refuse camera inputs whose shapes do not fit each other or the frustum.
-
-    Args:
-        images: float [batch, cameras, 3, height, width].
-        depth: float [batch, cameras, 1, height, width].
-        cells: int64 [batch · cameras · depth bins · rows · columns].
-        batch_size: Number of frames.
-        frustum: The view transform's, float [depth bins, rows, columns, 3].
-    """
+    """Refuse camera inputs whose shapes do not fit each other or the frustum."""
     bins, rows, columns = frustum.shape[:3]
     height, width = rows * _STRIDE, columns * _STRIDE
     size = f"{height}, {width}"

@@ -28,17 +28,13 @@ from torch.nn.functional import pad as torch_pad
 
 
 class Rule(NamedTuple):
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        pattern: A regular expression, searched for in the name.
-        replacement: As for `re.sub`; {2-1} is the number in group 2, less 1. None: the entry is not
-            used.
-        convert: Conversion of the values: a key of `CONVERSIONS`.
-    """
-
+    # A regular expression, searched for in the name.
     pattern: str
+    # As for `re.sub`; {2-1} is the number in group 2, less 1. None: the entry is not used.
     replacement: str | None
+    # Conversion of the values: a key of `CONVERSIONS`.
     convert: str = ""
 
     def __str__(self) -> str:
@@ -197,20 +193,16 @@ def _exchanged(tensor: Tensor, module: nn.Module) -> Tensor:
 
 
 def _padded(tensor: Tensor, module: nn.Module) -> Tensor:
-    """det3d's pillars know a point's offset from the pillar's centre in x and y, not in z.
-
-    The column is added in any case: a weight with one more is misshapen then, as it must be, for
-    that one is of the point's distance.
-    """
+    """A column for the offset from a pillar's centre in z, which det3d's pillars do not know."""
+    # Added in any case: a weight with one more is misshapen then, as it must be, for that one is of
+    # the point's distance.
     return torch_pad(tensor, (0, 1)) if tensor.ndim == 2 else tensor
 
 
 def _conv_of_deconv(tensor: Tensor, module: nn.Module) -> Tensor:
-    """A 1×1 deconvolution of stride 1, [in, out, 1, 1], as a convolution, [out, in, 1, 1].
-
-    OpenPCDet writes a convolution where its option USE_CONV_FOR_NO_STRIDE is set; with as many
-    channels in as out the shape does not say so, and OpenPCDet's default is taken.
-    """
+    """A 1×1 deconvolution of stride 1, [in, out, 1, 1], as a convolution, [out, in, 1, 1]."""
+    # OpenPCDet writes a convolution where its option USE_CONV_FOR_NO_STRIDE is set; with as many
+    # channels in as out the shape does not say so, and its default is taken.
     weight = module.weight
     if tensor.ndim != 4 or tensor.shape[2:] != (1, 1) or getattr(module, "transposed", True):
         return tensor
@@ -226,6 +218,7 @@ def _turned(tensor: Tensor, module: nn.Module) -> Tensor:
         return tensor
     conv: Any = module
     sides, (into, out) = tuple(reversed(conv.kernel_size)), (conv.in_channels, conv.out_channels)
+    # The layout, which is the file's, tells where the three axes are.
     for first, shape in (
         (1, (out, *sides, into)),
         (0, (*sides, into, out)),
@@ -258,22 +251,18 @@ CONVERSIONS: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
 
 @dataclass
 class Renamed:
-    """A state dict under the names used here.
-
-    Attributes:
-        names: The naming.
-        source: The name in the file of each entry.
-        tensors: By the names used here.
-        dropped: Entries of the file that are of no use here.
-        rules: Each rule that a name matched, and how many did.
-        conversions: By the names used here.
-    """
+    """A state dict under the names used here."""
 
     names: str
+    # The name in the file of each entry.
     source: dict[str, str] = field(default_factory=dict)
+    # By the names used here.
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    # Entries of the file that are of no use here.
     dropped: list[str] = field(default_factory=list)
+    # Each rule that a name matched, and how many did.
     rules: Counter[str] = field(default_factory=Counter)
+    # By the names used here.
     conversions: dict[str, str] = field(default_factory=dict)
 
 
@@ -327,15 +316,10 @@ def _filled(replacement: str, match: re.Match[str]) -> str:
 def best_naming(
     state: Mapping[str, Tensor], wanted: Iterable[str], *, old: bool = False
 ) -> Renamed:
-    """The naming and the prefix that find most of a model's entries.
-
-    Args:
-        state: Tensors by name.
-        wanted: Names of the model's entries.
-        old: The file is of mmdetection3d before 1.0.
-    """
+    """The naming and the prefix that find most of a model's entries."""
     goal = {name for name in wanted if not name.endswith("num_batches_tracked")}
     firsts = Counter(name.split(".")[0] + "." for name in state)
+    # What more than half of the names begin with may be a prefix.
     prefixes = ["", *(first for first, count in firsts.items() if 2 * count > len(state))]
     best: tuple[int, Renamed] | None = None
     for prefix in prefixes:
@@ -349,6 +333,7 @@ def best_naming(
             if names == "own" and found == len(goal):
                 break
     assert best is not None
+    # `old`: the file is of mmdetection3d before 1.0.
     if old and best[1].names == "own" and any(".task_heads." in name for name in goal):
         name, original = next(iter(best[1].source.items()))
         return rename(state, "mmdet3d-0", original.removesuffix(name))

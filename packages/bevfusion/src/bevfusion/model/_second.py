@@ -67,6 +67,7 @@ class SECONDFPN(nn.Module):
             config.channels, config.upsample_channels, config.upsample_strides, strict=True
         ):
             kind = nn.ConvTranspose2d if stride > 1 else nn.Conv2d
+            # A stride of 1/2 is a convolution of stride 2.
             size = round(max(stride, 1 / stride))
             up = kind(wide_in, wide_out, size, stride=size, bias=False)
             self.deblocks.append(nn.Sequential(up, *_norm_relu(wide_out)))

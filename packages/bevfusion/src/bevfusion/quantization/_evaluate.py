@@ -52,11 +52,9 @@ def compare_layers(
 
 
 def _quantizes_choosers(model: Detector) -> bool:
-    """Whether a module that chooses objects has quantized layers, which are then compared.
-
-    Models in other code do not name the modules that choose: the whole model counts.
-    """
+    """Whether a module that chooses objects has quantized layers, which are then compared."""
     built = dict(model.named_modules())
+    # Models in other code do not name the modules that choose: the whole model counts.
     parts = [built[path] for path in model.chooses if path in built] or [model]
     return any(isinstance(m, TensorQuantizer) for part in parts for m in part.modules())
 
@@ -133,11 +131,7 @@ class DetectorComparison:
 
     @property
     def rows(self) -> list[LayerRow]:
-        """Rows over the added frames, the last one of the model's output.
-
-        Raises:
-            ValueError: No frame was added.
-        """
+        """Rows over the added frames, the last one of the model's output."""
         *rows, output = self._layers.rows()
         return [*rows, replace(output, kind=self._kind)]
 

@@ -308,21 +308,14 @@ def simulate_detector(
 def float_parts(
     islands: Sequence[FloatFallback], model: Detector, reasons: Mapping[str, str]
 ) -> tuple[FloatPart, ...]:
-    """The float fallbacks, each with its root reason.
-
-    For a part without quantizers this is the choice not to quantize it; for a convolution or linear
-    layer in a quantized part, its exclusion.
-
-    Args:
-        islands: Float fallbacks of the integer model.
-        model: The quantized model.
-        reasons: By part, and "excluded".
-    """
+    """The float fallbacks, each with its root reason, by part or "excluded"."""
     left = {path: why for part, why in reasons.items() for path in model.part_paths.get(part, ())}
     left = {**model.kept_in_float, **left}
     known = dict(model.named_modules())
     found = []
     for fallback in islands:
+        # For a part without quantizers this is the choice not to quantize it; for a convolution or
+        # linear layer in a quantized part, its exclusion.
         reason = fallback.reason
         part = next((path for path in left if lies_below(fallback.path, path)), None)
         if part is not None:

@@ -56,6 +56,7 @@ def fuse_detector(
     if state is not None:
         result = fuse_model(model)
         sizes = {name: tensor.shape for name, tensor in result.model.state_dict().items()}
+        # A state that fits says which norms were folded: the model need not run.
         norms = {name for name in state if name.endswith(".running_var")}
         if norms <= sizes.keys() and all(
             name in state and state[name].shape == shape for name, shape in sizes.items()

@@ -38,11 +38,7 @@ _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}  # the float model's own: nothi
 
 
 class FramesInTurn(Sequence["Batch"]):
-    """The frames, one by one.
-
-    `before_each` is called before each is made: cached results of a run are useless for frames with
-    other numbers of voxels, and their memory can be returned.
-    """
+    """The frames, one by one; `before_each` is called before each is made."""
 
     def __init__(
         self, batches: FrameBatches, before_each: Callable[[], None], *, reported: bool = True
@@ -53,6 +49,8 @@ class FramesInTurn(Sequence["Batch"]):
         return len(self._batches)
 
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+        # Cached results of a run are useless for frames with other numbers of voxels, and their
+        # memory can be returned.
         self._before_each()
         if self._reported:
             LOG.info("frame %d of %d", index + 1, len(self))

@@ -55,12 +55,9 @@ def _between(start: float, end: float, share: float) -> float:
 
 @dataclass
 class StopRequest:
-    """Whether a stop was requested.
+    """Whether a stop was requested."""
 
-    Attributes:
-        asked: Set by the first signal; the second one interrupts at once.
-    """
-
+    # Set by the first signal; the second one interrupts at once.
     asked: bool = False
 
 
@@ -258,6 +255,7 @@ class DetectorTrainer:
         learned = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in learned if p.ndim > 1], "weight_decay": weight_decay},
+            # Neither biases nor norms decay.
             {"params": [p for p in learned if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=lr)

@@ -144,6 +144,7 @@ def compact(
         what = "labels" if frame.labels is None else "points, only voxels"
         raise InputError(f"{frame.name}: training needs labelled points, and it has no {what}")
     labels = frame.labels
+    # int16 reaches 131 m; points beyond are left out.
     near = (np.abs(frame.points[:, :3]) < 32767 * STEP).all(1)
     points = frame.points[near]
     count = len(labels.boxes)
@@ -336,6 +337,7 @@ def _end_with_parent() -> None:
 
 
 def _make_chunk(source: FrameSource, chunk: list[int], folder: Path, config: FrameForm) -> int:
+    # Many processes run side by side.
     torch.set_num_threads(1)
     frames = source.open()
     for index in chunk:

@@ -56,6 +56,7 @@ def make_pool_plan(cells: Tensor, num_cells: int) -> PoolPlan:
     kernels = numba_kernels() if cells.device.type == "cpu" else None
     sort_points = sort_points_torch if kernels is None else kernels.sort_points
     order, starts = sort_points(narrow, num_cells)
+    # A cell without points is work too: it is written.
     work = starts + torch.arange(num_cells + 1, device=starts.device)
     targets = torch.arange(0, int(work[-1]), _BLOCK, device=starts.device)
     edges = {*torch.searchsorted(work, targets).tolist(), num_cells}
@@ -84,11 +85,7 @@ _plans: MutableMapping[Tensor, tuple[tuple[int, int], PoolPlan]] = WeakTensorKey
 
 
 def as_plan(cells: Tensor | PoolPlan, num_cells: int) -> PoolPlan:
-    """The plan of `cells`: itself, or remembered, or made now.
-
-    Raises:
-        ValueError: A plan for another number of cells; see `make_pool_plan` for tensors.
-    """
+    """The plan of `cells`: itself, or remembered, or made now."""
     if isinstance(cells, PoolPlan):
         if cells.num_cells != num_cells:
             raise ValueError(
@@ -229,6 +226,7 @@ class _Pool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cells, outside = ctx.plan.cells, ctx.plan.num_cells
+        # A row of zeros for points outside of the map.
         padded = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])
         return padded[torch.where(cells < 0, outside, cells)], None
 

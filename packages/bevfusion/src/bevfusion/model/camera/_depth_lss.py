@@ -150,11 +150,7 @@ def _downsample(channels: int, heights: int, stride: int) -> nn.Module:
 
 
 def grid_of(config: CameraConfig) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Cell sizes and centres of the first cells [m], float32 [3] each, and cells along x, y, z.
-
-    Raises:
-        InputError: A bound does not hold a whole number of cells.
-    """
+    """Cell sizes and centres of the first cells [m], float32 [3] each, and cells along x, y, z."""
     bounds = {"xbound": config.xbound, "ybound": config.ybound, "zbound": config.zbound}
     counts = []
     for name, (low, high, step) in bounds.items():
@@ -173,13 +169,13 @@ def grid_of(config: CameraConfig) -> tuple[Tensor, Tensor, tuple[int, int, int]]
 def frustum_points(config: CameraConfig) -> Tensor:
     """The points that the depth distribution spans, the same for every camera.
 
-    Returns:
-        float32 [depth bins, feature height, feature width, 3]: u right and v down in pixels of the
-        network's image, from the first to the last pixel in equal steps, and depth in metres.
+    float32 [depth bins, rows, columns, 3]: u right and v down in pixels of the network's image, and
+    depth in metres.
     """
     height, width = config.image_size
     rows, columns = config.feature_size
     depths = torch.arange(*config.dbound, dtype=torch.float32)
+    # From the first to the last pixel in equal steps.
     u = torch.linspace(0, width - 1, columns)
     v = torch.linspace(0, height - 1, rows)
     d, v, u = torch.meshgrid(depths, v, u, indexing="ij")
@@ -193,28 +189,10 @@ def frustum_cells(
     counts: tuple[int, int, int],
     calibration: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Flat cell of every frustum point of every camera.
+    """Flat cell of every frustum point of every camera, ((b·Z + z)·X + x)·Y + y, or −1 outside.
 
     A point (u, v, d) lies at d · R⁻¹K⁻¹(u', v', 1) + t in the LiDAR's frame, with (u', v') the
-    pixel before image augmentation. Its index along an axis is (p − low) / size, cut towards zero
-    as mit-bevfusion cuts it: the first cell along each axis also holds what lies up to one cell
-    below the map. Along z, where the one cell is 20 m high, those are points down to 30 m below
-    the LiDAR, so trained weights depend on it. All in the calibration's precision.
-
-    Args:
-        frustum: From `frustum_points`.
-        size: Cell sizes [m], float [3].
-        first: Centres of the first cells [m], float [3].
-        counts: Cells along x, y and z.
-        calibration: Intrinsics [batch, cameras, 3, 3], LiDAR to camera [batch, cameras, 4, 4],
-            image augmentation [batch, cameras, 3, 3].
-
-    Returns:
-        int64 [batch · cameras · depth bins · rows · columns]: ((b·Z + z)·X + x)·Y + y, or −1.
-
-    Raises:
-        InputError: Misshapen, non-finite or singular calibration, or a camera that sees none of
-            the map.
+    pixel before image augmentation. All in the calibration's precision.
     """
     _check_shapes(*calibration)
     intrinsics, lidar_to_camera, image_aug = (m.to(frustum.device) for m in calibration)
@@ -255,6 +233,9 @@ def _indices(
     flat = torch.zeros(1, dtype=torch.int64, device=rays.device)
     inside = torch.ones(1, dtype=torch.bool, device=rays.device)
     for axis in (2, 0, 1):
+        # Cut towards zero as mit-bevfusion cuts it: the first cell along each axis also holds what
+        # lies up to one cell below the map. Along z, where the one cell is 20 m high, those are
+        # points down to 30 m below the LiDAR, so trained weights depend on it.
         metres = (depths * rays[:, axis]).add_(origin[axis])
         index = metres.sub_(low[axis]).div_(size[axis]).trunc_()
         inside = inside & (index >= 0) & (index < counts[axis])

@@ -45,13 +45,7 @@ def pool(features: Tensor, plan: PoolPlan) -> Tensor:
 
 
 def lift(depth: Tensor, rows: Tensor, plan: PoolPlan) -> Tensor:
-    """Σ depth[p] · rows[pixel of p] over the points p of each cell.
-
-    Args:
-        depth: float [images, bins, height, width].
-        rows: float [images · height · width, channels].
-        plan: Of points numbered in depth's order.
-    """
+    """Σ depth[p] · rows[pixel of p] over the points p of each cell, numbered in depth's order."""
     weights, context = depth.detach().contiguous(), rows.detach().contiguous()
     out = context.new_empty(plan.num_cells, context.shape[1])
     pixels = plan.pixels(depth.shape[1], depth.shape[2] * depth.shape[3])
@@ -65,10 +59,7 @@ def lift(depth: Tensor, rows: Tensor, plan: PoolPlan) -> Tensor:
 def lift_backward(
     grad: Tensor, depth: Tensor, rows: Tensor, plan: PoolPlan
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `depth` and `rows`, given that of the output, [cells, channels].
-
-    Every pixel sums over its bins in their order.
-    """
+    """Gradients of `depth` and `rows`, given that of the output, [cells, channels]."""
     weights, context = depth.detach().contiguous(), rows.detach().contiguous()
     grad_depth, grad_rows = torch.empty_like(weights), torch.empty_like(context)
     images, _, height, width = depth.shape
@@ -80,6 +71,7 @@ def lift_backward(
         grad_depth.numpy(),
         grad_rows.view(images, height, width, -1).numpy(),
     )
+    # Every pixel sums over its bins in their order, whatever the number of threads.
     tasks = [(i, first) for i in range(images) for first in range(0, width, _COLUMNS)]
     share(lambda t: _lift_backward(*tasks[t], *arrays), len(tasks))
     return grad_depth, grad_rows

@@ -55,13 +55,7 @@ def pool(features: Tensor, plan: PoolPlan) -> Tensor:
 
 
 def lift(depth: Tensor, rows: Tensor, plan: PoolPlan) -> Tensor:
-    """Σ depth[p] · rows[pixel of p] over the points p of each cell.
-
-    Args:
-        depth: float [images, bins, height, width].
-        rows: float [images · height · width, channels].
-        plan: Of points numbered in depth's order.
-    """
+    """Σ depth[p] · rows[pixel of p] over the points p of each cell, numbered in depth's order."""
     order, weights = plan.order.long(), depth.reshape(-1)
     pixels = plan.pixels(depth.shape[1], depth.shape[2] * depth.shape[3]).long()
 
@@ -74,14 +68,12 @@ def lift(depth: Tensor, rows: Tensor, plan: PoolPlan) -> Tensor:
 def lift_backward(
     grad: Tensor, depth: Tensor, rows: Tensor, plan: PoolPlan
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `depth` and `rows`, given that of the output, [cells, channels].
-
-    Every pixel sums over its bins in their order.
-    """
+    """Gradients of `depth` and `rows`, given that of the output, [cells, channels]."""
     cells = plan.cells.view(depth.shape).long()
     context = rows.double()
     grad_depth = torch.empty_like(depth)
     grad_rows = torch.zeros_like(context)
+    # Every pixel sums over its bins in their order, as in the CPU's kernels.
     for d in range(depth.shape[1]):
         cell = cells[:, d].reshape(-1)
         slope = grad[cell.clamp_min(0)].double().masked_fill_((cell < 0)[:, None], 0.0)

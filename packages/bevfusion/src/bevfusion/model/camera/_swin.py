@@ -152,10 +152,7 @@ class _FeedForward(nn.Module):
 
 
 class _ShiftedWindows(nn.Module):
-    """Pads to whole windows, rolls by −shift, attends inside the windows, and undoes both.
-
-    Padded positions are zeros and take part in the attention, as in mmdet.
-    """
+    """Pads to whole windows, rolls by −shift, attends inside the windows, and undoes both."""
 
     mask: Tensor | None
 
@@ -171,6 +168,7 @@ class _ShiftedWindows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Float [images, rows, columns, channels] → the same shape."""
         (rows, columns), window = self.grid, self.window
+        # Padded positions are zeros and take part in the attention, as in mmdet.
         x = _padded(x, self.size, window)
         if self.shift:
             x = torch.roll(x, (-self.shift, -self.shift), (1, 2))
@@ -198,12 +196,7 @@ class _WindowAttention(nn.Module):
         self.proj = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend inside each window.
-
-        Args:
-            x: Float [images, windows, window², channels].
-            mask: Float [windows, 1, window², window²], or None.
-        """
+        """Attend inside each window of float [images, windows, window², channels]."""
         qkv = self.qkv(x).unflatten(3, (3, self.heads, _HEAD_WIDTH)).permute(3, 0, 1, 4, 2, 5)
         q, k, v = qkv[0], qkv[1], qkv[2]
         weight = (q * _HEAD_WIDTH**-0.5) @ k.transpose(-2, -1)
@@ -217,11 +210,7 @@ class _WindowAttention(nn.Module):
 
 
 class _PatchMerging(nn.Module):
-    """linear(LayerNorm(the 2×2 positions of a cell)): half the rows and columns, twice as wide.
-
-    A channel's four positions lie side by side, as `nn.Unfold` puts them; an odd row or column is
-    padded with zeros.
-    """
+    """linear(LayerNorm(the 2×2 positions of a cell)): half the rows and columns, twice as wide."""
 
     def __init__(self, size: Size, channels: int) -> None:
         super().__init__()
@@ -232,6 +221,8 @@ class _PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Float [images, rows, columns, channels] → [images, rows / 2, columns / 2, 2 channels]."""
         rows, columns = self.cells
+        # A channel's four positions lie side by side, as `nn.Unfold` puts them; an odd row or
+        # column is padded with zeros.
         x = _padded(x, self.size, 2).unflatten(1, (rows, 2)).unflatten(3, (columns, 2))
         out: Tensor = self.reduction(self.norm(x.permute(0, 1, 3, 5, 2, 4).flatten(3)))
         return out

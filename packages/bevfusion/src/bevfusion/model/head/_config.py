@@ -161,13 +161,7 @@ class ConvUnit(nn.Module):
 
 
 class PredictionBranches(nn.Module):
-    """mit-bevfusion's FFN: per branch a unit and a 1×1 convolution with bias.
-
-    Args:
-        in_channels: Width of the queries.
-        channels: Width inside each branch.
-        branches: Name and number of outputs of each branch.
-    """
+    """mit-bevfusion's FFN: per branch a unit and a 1×1 convolution with bias."""
 
     def __init__(self, in_channels: int, channels: int, branches: Mapping[str, int]) -> None:
         super().__init__()

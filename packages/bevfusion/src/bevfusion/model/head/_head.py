@@ -78,13 +78,10 @@ def best_queries(scores: Tensor, count: int) -> Tensor:
 
 @fx.wrap
 def add_in_float(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a + b`.
-
-    Wrapped, so that no tracer looks inside and no quantizer touches it: behind a convolution
-    `a + b` looks like the end of a residual block, whose operands are rounded to 8 bits. Here
-    attention in float reads the sum, or it holds centres in cells, and 180 cells in 127 steps would
-    be 0.85 m each.
-    """
+    """Return `a + b`; no tracer looks inside, and no quantizer touches it."""
+    # Behind a convolution `a + b` looks like the end of a residual block, whose operands are
+    # rounded to 8 bits. Here attention in float reads the sum, or it holds centres in cells, and
+    # 180 cells in 127 steps would be 0.85 m each.
     return a + b
 
 
@@ -156,11 +153,7 @@ class DecoderLayer(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """mit-bevfusion's learned position embedding: 1×1 conv, batch norm, ReLU, 1×1 conv.
-
-    Args:
-        channels: Width of the embedding.
-    """
+    """mit-bevfusion's learned position embedding: 1×1 conv, batch norm, ReLU, 1×1 conv."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -300,11 +293,9 @@ def _check_map(x: Tensor, config: HeadConfig) -> None:
 # how, and sizes that depend on the input stay out of its way.
 @fx.wrap
 def positions_for(features: Tensor, centres: Tensor) -> Tensor:
-    """`centres`, [1, cells, 2], once per frame of `features`: float [batch, cells, 2].
-
-    Made from the features in a tracer's eyes: a convolution that reads a constant has no input
-    whose batch norm could be folded or whose range could be watched.
-    """
+    """`centres`, [1, cells, 2], once per frame of `features`: float [batch, cells, 2]."""
+    # Made from the features in a tracer's eyes: a convolution that reads a constant has no input
+    # whose batch norm could be folded or whose range could be watched.
     return centres.to(features.dtype).expand(len(features), -1, -1)
 
 
