@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, make_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -72,6 +73,15 @@ _UNSAID = (None, (), False)
 
 def grouped(command: type, defaults: Mapping[str, Any] | None = None) -> type:
     """The nested class of a flat command that tyro reads; `defaults` replace the command's own."""
+    return _nested(command, defaults) if defaults else _own_form(command)
+
+
+@cache
+def _own_form(command: type) -> type:
+    return _nested(command, None)
+
+
+def _nested(command: type, defaults: Mapping[str, Any] | None) -> type:
     hints = get_type_hints(command, include_extras=True)
     help_texts = _help_texts(command)
     own = {one.name: one for one in fields(command)}
@@ -83,7 +93,8 @@ def grouped(command: type, defaults: Mapping[str, Any] | None = None) -> type:
         ]
         group = make_dataclass(title, inner, kw_only=True, frozen=True)
         group.__doc__ = ""
-        nested.append((title, group, field()))
+        # Without a text of its own, tyro would look for one in the source files.
+        nested.append((title, group, field(metadata={"help": ""})))
     made = make_dataclass(command.__name__, nested, kw_only=True, frozen=True)
     made.__doc__ = (command.__doc__ or "").partition("\n    Args:")[0].strip()
     return made
