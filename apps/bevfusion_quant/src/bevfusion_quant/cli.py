@@ -112,11 +112,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _read(arguments: Sequence[str]) -> Any:
-    """Parse the arguments; --config FILE sets defaults from a run's config.json.
-
-    Raises:
-        ValueError: The file of --config holds no settings of a run.
-    """
+    """Parse the arguments; --config FILE sets defaults from a run's config.json."""
     import tyro
 
     from bevfusion_quant.commands import COMMANDS
@@ -184,20 +180,17 @@ def _set_up_logging(rank: str, command: Any) -> None:
 
 
 def _let_waiting_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait. By default they spin.
-
-    On a busy machine spinning doubles a run's time. OpenMP reads the setting when torch starts.
-    """
+    """Let OpenMP's threads sleep while they wait."""
+    # By default they spin, which doubles a run's time on a busy machine. OpenMP reads the setting
+    # when torch starts.
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _reuse_freed_memory() -> None:
-    """Make glibc keep freed feature maps for the next layer.
-
-    By default glibc maps each large block anew and the kernel clears its pages: a fifth of a
-    forward pass at full size. In a program that has imported torch, its own settings stay.
-    """
+    """Make glibc keep freed feature maps for the next layer."""
+    # By default glibc maps each large block anew and the kernel clears its pages: a fifth of a
+    # forward pass at full size. A program that has imported torch keeps its own settings.
     if "torch" in sys.modules or not sys.platform.startswith("linux"):
         return
     try:
@@ -210,12 +203,10 @@ def _reuse_freed_memory() -> None:
 
 
 def _look_for_garbage_less_often() -> None:
-    """Scan old objects for garbage less often.
-
-    Torch's compiler holds a million permanent objects, and each full scan visits them: 7 % of a
-    small run. Young objects are scanned nearly as often as by default, so feature maps in reference
-    cycles are still freed soon. In a program that has imported torch, its own settings stay.
-    """
+    """Scan old objects for garbage less often."""
+    # Torch's compiler holds a million permanent objects, and each full scan visits them: 7 % of a
+    # small run. Young objects are scanned nearly as often as by default, so feature maps in
+    # reference cycles are still freed soon.
     if "torch" not in sys.modules:
         gc.set_threshold(2000, 20, 50)
         atexit.register(gc.freeze)  # not once more as the process ends

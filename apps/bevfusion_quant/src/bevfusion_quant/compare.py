@@ -189,12 +189,7 @@ _COMPARED_APART: dict[str, Callable[[ModelSettings], object]] = {
 
 
 def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
-    """Read the runs' settings and check that the runs are comparable.
-
-    Raises:
-        InputError: No run; the same run twice; a run for a BPU or without a head; models of
-            different sizes, parts or cameras.
-    """
+    """Read the runs' settings and check that the runs are comparable."""
     if not folders:
         raise InputError("no runs to compare: name finished runs with --run")
     found = [read_model_settings(folder) for folder in folders]
@@ -228,14 +223,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[Detector]]:
-    """One float model, and the models of each run, in eval mode.
-
-    Float models agree on the batch within a thousandth of the heat map's largest value, with and
-    without folded batch norms.
-
-    Raises:
-        InputError: A run cannot be loaded, or its float weights differ.
-    """
+    """One float model, and the models of each run, in eval mode."""
     quantized: list[Detector] = []
     first: tuple[Detector, Tensor] | None = None
     for folder in folders:
@@ -243,6 +231,7 @@ def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[D
         with torch.no_grad():
             output = whole_output(run.float_model(*batch))
         first = first or (run.float_model, output)
+        # A run may have folded its batch norms and another not: they agree up to rounding.
         change = relative_change(first[1], output)
         if not change <= _SAME:
             raise InputError(
@@ -256,11 +245,7 @@ def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[D
 
 
 def _refuse_without_boxes(model: Detector, sizes: Sizes) -> None:
-    """Check that a detector in its own code has boxes to compare with labels.
-
-    Raises:
-        InputError: It makes no boxes, or its classes have no names.
-    """
+    """Check that a detector in its own code has boxes to compare with labels."""
     if not model.finds_boxes or not sizes.head.classes:
         lacks = "class names for its boxes" if model.finds_boxes else "boxes"
         raise InputError(

@@ -70,12 +70,7 @@ def street_size(config: str) -> str:
 
 
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
-    """Open the frames of `--points` or `--dataset`; `size` sets the street's scans and images.
-
-    Raises:
-        InputError: Neither or both are given; an unknown kind of data set; options of another
-            source; cameras that the street's car lacks; no frames left.
-    """
+    """Open the frames of `--points` or `--dataset`; `size` sets the street's scans and images."""
     if bool(options.points) == (options.dataset is not None):
         given = "frames given twice" if options.points else "no frames given"
         raise InputError(
@@ -267,10 +262,8 @@ def _half(
 
 
 def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
-    """The first findings, one per line. One wrong frame can spoil every range.
-
-    Ranges by channel that are as they should be are on the page alone.
-    """
+    """The first findings, one per line."""
+    # Ranges by channel that are as they should be are on the page alone.
     shown = [finding for finding in findings if finding.poor or finding.kind != "channels"]
     listed = tuple(map(str, shown[:_LISTED]))
     more = len(shown) - _LISTED
@@ -278,11 +271,7 @@ def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
 
 
 def refuse_poor(findings: Sequence[PoorData], output: str) -> None:
-    """End the command if the calibration cannot be right.
-
-    Raises:
-        VerificationError: It cannot be right.
-    """
+    """End the command if the calibration cannot be right."""
     poor = [finding for finding in findings if finding.poor]
     if poor:
         more = f" (and {len(poor) - 1} more)" if len(poor) > 1 else ""

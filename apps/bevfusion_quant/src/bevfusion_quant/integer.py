@@ -178,11 +178,7 @@ def _reasons(model: Detector, branch: Branch) -> dict[str, str]:
 def lowered(
     quantized_model: Detector, batch: Batch, backend: str, *, verify: bool = True
 ) -> IntegerModel:
-    """The whole model in integers, verified on the batch unless a comparison follows.
-
-    Raises:
-        InputError: No layer computes in integers, or ranges are missing.
-    """
+    """The whole model in integers, verified on the batch unless a comparison follows."""
     try:
         model = simulate(quantized_model, tuple(batch), backend=backend, verify=verify)
     except ValueError as error:

@@ -200,6 +200,7 @@ def run_ptq(
         with clock.step("read and voxelize"):
             first = batches[0]
         weights, unfolded = fill_weights(float_model, config, first, clock)
+        # The folded model is compared with this.
         if unfolded is None and current_ranks().first:
             with clock.step("run unfolded"), torch.no_grad():
                 unfolded = float_model(*first)

@@ -309,12 +309,9 @@ def write_run(
     shown: Sequence[Frame],
     evaluated: bool,
 ) -> Accuracy | None:
-    """Write the files of a `ptq` run: model, settings, summary, page, pictures; return the scores.
-
-    The float model in the page and in the folder is that of the run from which training started.
-    `training` is stored under `qat`; `shown` are frames, the first is drawn.
-    """
+    """Write the files of a `ptq` run, with summary, page and pictures; return the scores."""
     ran = start.settings
+    # The float model in the page and in the folder is that of the run from which training started.
     batches = FrameBatches(shown, start.sizes, model, cameras)
     accuracy = None
     if evaluated:

@@ -22,11 +22,8 @@ def find_remedy(
     plan: PrecisionPlan | None,
     folder: Path,
 ) -> str:
-    """Text with the layers, their gain and the option that leaves them in float; or empty.
-
-    The search runs the model on the first frames many times, and only where the row of an output is
-    below `USELESS_DB`. The plan goes to `REMEDY_FILE`; other layers keep the run's precisions.
-    """
+    """Text with the layers, their gain and the option that leaves them in float; or empty."""
+    # The search runs the model on the first frames many times: for useless results alone.
     if not any(layer == "output" and level < USELESS_DB for level, layer in known_levels(layers)):
         return ""
     remedy = float_remedy(model, batches.head(min(_FRAMES, len(batches))))
@@ -40,5 +37,6 @@ def find_remedy(
         PlannedGroup(group.modules, "float") if in_float.intersection(group.modules) else group
         for group in base
     ]
+    # Other layers keep the run's precisions.
     PrecisionPlan(tuple(groups)).save(folder / REMEDY_FILE)
     return f"{remedy.finding}: quantize again with --plan {REMEDY_FILE} of this run's folder"

@@ -40,11 +40,7 @@ PLAN_FILE = "plan.json"
 
 
 def read_plan(path: Path) -> PrecisionPlan:
-    """Read a plan of `bevfusion-quant sensitivity --budget`.
-
-    Raises:
-        InputError: The file is missing or holds no plan.
-    """
+    """Read a plan of `bevfusion-quant sensitivity --budget`."""
     try:
         return PrecisionPlan.load(path)
     except (OSError, ValueError) as error:
@@ -56,11 +52,7 @@ def read_plan(path: Path) -> PrecisionPlan:
 
 
 def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Set the model's quantizers to the plan's precisions.
-
-    Raises:
-        InputError: The plan belongs to another model.
-    """
+    """Set the model's quantizers to the plan's precisions."""
     try:
         apply_precision(model, plan)
     except ValueError as error:
@@ -71,11 +63,7 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
 
 
 def refuse_in_files(plan: PrecisionPlan, where: str | Path, target: str) -> None:
-    """Refuse a plan with precisions that an engine's files cannot hold.
-
-    Raises:
-        InputError: Names the layers, and the engines whose files hold their precisions.
-    """
+    """Refuse a plan with precisions that an engine's files cannot hold."""
     held = find_target(target).precisions
     refused = [group for group in plan if group.precision not in held]
     if refused:
@@ -91,11 +79,7 @@ def refuse_in_files(plan: PrecisionPlan, where: str | Path, target: str) -> None
 
 
 def refuse_unsigned(unsigned: bool, where: str | Path, target: str) -> None:
-    """Refuse unsigned activations for an engine of signed ones.
-
-    Raises:
-        InputError: Names the engines that have them.
-    """
+    """Refuse unsigned activations for an engine of signed ones."""
     if unsigned and not find_target(target).unsigned:
         others = " or ".join(t.name for t in targets() if t.unsigned)
         raise InputError(
@@ -122,12 +106,12 @@ def save_model(
 ) -> dict[str, str]:
     """Write weights.safetensors (folded weights and ranges), ranges.json (ranges alone), plan.json.
 
-    If rounding or training changed the weights of the float model, its own go to
-    float_weights.safetensors. Returns the sha256 of each file by name; `load_run` checks them.
+    Returns the sha256 of each file by name; `load_run` checks them.
     """
     save_ranges(model, folder / "ranges.json")
     held = model.state_dict()
     contents = {"weights.safetensors": held}
+    # Rounding or training may have changed the weights: the float model's own have a file then.
     own = {} if float_model is None else float_model.state_dict()
     changed = {name: t for name, t in own.items() if not torch.equal(t, held[name])}
     if changed:
@@ -204,11 +188,7 @@ def read_run_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_model_settings(folder: str | Path) -> ModelSettings:
-    """Read the settings of a run with a model, of any command.
-
-    Raises:
-        InputError: As `read_run_config`.
-    """
+    """Read the settings of a run with a model, of any command."""
     folder = Path(folder)
     try:
         written = read_written(folder)
@@ -296,11 +276,7 @@ def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[F
 
 
 def refuse_unfolded(settings: ModelSettings, run: str | Path, what: str) -> None:
-    """Refuse an operation that needs folded batch norms, such as "run in integers".
-
-    Raises:
-        InputError: The run's batch norms are not folded.
-    """
+    """Refuse an operation that needs folded batch norms, such as "run in integers"."""
     if not settings.fold:
         raise InputError(
             f"{run} cannot be {what}: ptq --no-fold left its batch norms between the convolutions, "

@@ -33,11 +33,7 @@ _DETECTORS = {
 
 
 def sizes_of(model: str, config: str, weights: Path | None = None) -> Sizes:
-    """Sizes of `--model` and `--config`; a detector in its own code is loaded, with the weights.
-
-    Raises:
-        InputError: An unknown detector, one that cannot be loaded, or one without these sizes.
-    """
+    """Sizes of `--model` and `--config`; a detector in its own code is loaded, with the weights."""
     configs = find_detector(model, weights).configs
     if config not in configs:
         known = ", ".join(configs)
@@ -193,14 +189,12 @@ def quantize_branch(
 def quantize_as(
     fused: Detector, example: Batch, config: PtqConfig, plan: PrecisionPlan | None
 ) -> Stage[QuantizeResult]:
-    """`quantize_branch` with the arguments of a run's configuration.
-
-    A plan that names the first sparse convolution decides whether that layer gets quantizers. The
-    outputs of a detector in other code count as those of a head.
-    """
+    """`quantize_branch` with the arguments of a run's configuration."""
     first = first_sparse_conv(fused)
+    # A plan that names the first sparse convolution decides whether that layer gets quantizers.
     planned = any(path in group.modules for group in plan or () for path in first)
     parts = quantized_parts(config.branch, fused.kind, with_head=config.quantize_head)
+    # The outputs of a detector in other code count as those of a head.
     apart = {"head", "network"}.intersection(parts) and (
         config.output_weight_bits != config.weight_bits
     )

@@ -119,11 +119,7 @@ def usable_device(name: str) -> torch.device:
 
 @contextmanager
 def refusing_divergence() -> Iterator[None]:
-    """Turn a loss that is not finite into an error with a remedy.
-
-    Raises:
-        InputError: A loss in the block was not finite.
-    """
+    """Turn a loss that is not finite into an error with a remedy."""
     try:
         yield
     except FloatingPointError as error:
@@ -133,11 +129,7 @@ def refusing_divergence() -> Iterator[None]:
 
 
 def first_model(config: TrainConfig) -> Detector:
-    """A model with the seed's weights, or with those of `config.start` that fit.
-
-    Raises:
-        InputError: No entry of `config.start` fits the model.
-    """
+    """A model with the seed's weights, or with those of `config.start` that fit."""
     model = training.untrained_model(
         lambda: build_detector(config.sizes, config.parts), config.seed
     )

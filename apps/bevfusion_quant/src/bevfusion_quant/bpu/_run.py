@@ -64,6 +64,7 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
         model = build_detector(
             sizes_of(config.model, config.config), built_parts(config.branch, config.model)
         )
+        # The units' weights are in their graphs.
         wanted = cpu_weights(model, bpu_parts(config.branch, config.model))
         model.load_state_dict({**model.state_dict(), **{name: state[name] for name in wanted}})
         with for_march(config.march):

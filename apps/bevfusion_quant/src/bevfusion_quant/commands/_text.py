@@ -48,13 +48,11 @@ def finished_text(
 
 
 def shown(folder: Path, options: RunOptions, text: str) -> str:
-    """Output of --json and --quiet: the run's summary, or the text, or else the page.
-
-    Ranks after the first have no folder and print nothing.
-    """
+    """Output of --json and --quiet: the run's summary, or the text, or else the page."""
     from bevfusion_quant.run import SUMMARY_FILE, written_text
     from bevquant_quantizers.ranks import current_ranks
 
+    # Ranks after the first have no folder and print nothing.
     if not current_ranks().first:
         return ""
     if not options.json:
@@ -96,12 +94,7 @@ def _words(value: Any) -> str:
 def run_text(
     result: PtqResult | EvaluateResult, options: RunOptions, *, allow_poor: bool = False
 ) -> str:
-    """Output of `run_ptq` or `run_evaluate`: layers, stages, detections, integers, labels, files.
-
-    Raises:
-        VerificationError: Written files are wrong, or could not be written.
-        InputError: The ranges cannot be right, unless `allow_poor`.
-    """
+    """Output of `run_ptq` or `run_evaluate`: layers, stages, detections, integers and so on."""
     from bev_data.metrics import accuracy_text
     from bevfusion_quant.export import export_text, refuse_wrong_files
     from bevfusion_quant.integer import simulation_text
@@ -147,11 +140,7 @@ def run_text(
 
 
 def bpu_run_text(result: BpuResult, options: RunOptions, *, allow_poor: bool = False) -> str:
-    """Output of `run_bpu` or `run_bpu_evaluate`.
-
-    Raises:
-        InputError: The ranges cannot be right, unless `allow_poor`.
-    """
+    """Output of `run_bpu` or `run_bpu_evaluate`."""
     from bevfusion_quant.bpu import bpu_text
 
     text = finished_text(bpu_text(result.outcome), result, options, result.warnings)

@@ -74,6 +74,7 @@ class Demo(RunOptions):
         else:
             weights = named_weights(self.weights, name)
         cameras = size if reads_images(self.branch, self.model) else None
+        # This very street comes with the package.
         if (self.seed, self.config, cameras) == (0, "tiny", "tiny"):
             frame = stored_street()
         else:
@@ -237,11 +238,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         )
 
     def _refuse(self, names: Collection[str], reason: str) -> None:
-        """Refuse those of the options that are not at their default.
-
-        Raises:
-            InputError: Naming them as they are written.
-        """
+        """Refuse those of the options that are not at their default, as they are written."""
         given = [
             ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
             for field in fields(self)

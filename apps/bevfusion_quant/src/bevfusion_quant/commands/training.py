@@ -39,11 +39,7 @@ class Train(ShownOptions, TrainingOptions, TrainOptions, FrameOptions):
     out: Path
 
     def execute(self, command: str) -> str:
-        """Execute the command and return its output.
-
-        Raises:
-            InputError: As `run_train`, and whatever the frame options refuse.
-        """
+        """Execute the command and return its output."""
         from bevfusion_quant.frames import camera_names
         from bevfusion_quant.train import TrainConfig, held_out, run_train, training_frames
 
@@ -96,11 +92,7 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
     run: Path
 
     def execute(self, command: str) -> str:
-        """Execute the command and return its output.
-
-        Raises:
-            InputError: As `run_qat`, and whatever the frame options refuse.
-        """
+        """Execute the command and return its output."""
         from bevfusion_quant.qat import QatConfig, read_trainable, run_qat
         from bevfusion_quant.train import held_out, training_frames
 

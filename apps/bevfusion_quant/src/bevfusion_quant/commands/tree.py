@@ -65,6 +65,7 @@ def tree(
     paths = [""] if branch == "all" else list(built.part_paths[branch])
     if stage == "float":
         return _below(built, paths)
+    # Folding and quantization rewrite the backbone and leave the voxelization out.
     if built.stages.get(branch, "").startswith(f"{paths[0]}.") and branch == "lidar":
         paths = [built.stages[branch]]
     given: Any = built.arguments(stored_street())

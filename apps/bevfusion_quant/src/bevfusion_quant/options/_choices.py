@@ -22,11 +22,9 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 @dataclass(frozen=True)
 class _Owned(PrimitiveConstructorSpec[str]):
-    """Names whose known values the help lists.
+    """Names whose known values the help lists."""
 
-    `names` gives all of them, from their owner; None if the code that uses the name checks it.
-    """
-
+    # All of them, from their owner; None if the code that uses the name checks it.
     names: Callable[[], Iterable[str]] | None = None
 
 
@@ -42,11 +40,9 @@ def _known(names: Iterable[str], owner: Callable[[], Iterable[str]] | None = Non
 
 
 def _installed(group: str) -> _Owned:
-    """Names of a group of entry points, for the help.
-
-    The parser takes any name: a program may have registered one. The registry refuses unknown
-    names.
-    """
+    """Names of a group of entry points, for the help."""
+    # The parser takes any name, since a program may have registered one; the registry refuses
+    # others.
     return _known(dict.fromkeys(entry.name for entry in entry_points(group=group)))
 
 

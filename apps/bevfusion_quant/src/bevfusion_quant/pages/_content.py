@@ -211,6 +211,7 @@ def unusable(
         return ""
     near = next((row for row in agreement if row.distance == 1.0), None)
     kept = ""
+    # Where most boxes are kept, the result is unclear.
     if near is not None and near.matched >= KEPT_BOXES * near.float_detections > 0:
         kept = f"{near.matched} of {near.float_detections} boxes are kept"
     if remedy:
@@ -236,11 +237,7 @@ def unusable(
 
 
 def check(content: ReportContent) -> None:
-    """Refuse content that cannot be drawn.
-
-    Raises:
-        ValueError: Names the field, the expected and the given value.
-    """
+    """Refuse content that cannot be drawn, and name the field."""
     names = [stage.name for stage in content.stages]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -125,11 +125,7 @@ def setting_text(value: object) -> str:
 
 
 def web_address(text: str) -> str:
-    """An address that a link may lead to.
-
-    Raises:
-        ValueError: It is not one of the web, such as a script.
-    """
+    """An address that a link may lead to: one of the web, and no script."""
     if not text.startswith("https://"):
         raise ValueError(f"{text[:60]!r} is no https:// address")
     return text
@@ -184,9 +180,6 @@ def packed_map(values: npt.NDArray[np.floating[Any]]) -> dict[str, Any]:
 
     `data` is base64 of zlib of the high bytes, then the low bytes, of uint16 in row order; cell
     i holds low + level·(high − low)/4095, or nothing where the level is 65535 (not finite).
-
-    Args:
-        values: float [rows, columns].
     """
     known = np.isfinite(values)
     low = float(values[known].min()) if known.any() else 0.0
@@ -234,10 +227,7 @@ def jpeg(image: npt.NDArray[np.uint8], width: int) -> tuple[str, int, int]:
 def from_above(
     extent: Extent, rings: range | tuple[int, ...], sets: Mapping[str, ReportBoxes]
 ) -> dict[str, Any]:
-    """A drawing in metres, forward up: the car at (x, y), rings around it, footprints of boxes.
-
-    Each box has a line from its middle to its front.
-    """
+    """A drawing in metres, forward up: the car at (x, y), rings around it, footprints of boxes."""
     left, bottom, right, top = extent
     drawn = []
     for kind, boxes in sets.items():
@@ -246,6 +236,7 @@ def from_above(
             front = (outline[0] + outline[3]) / 2
             around = "L".join(f"{x:.2f} {y:.2f}" for x, y in outline)
             x, y = outline.mean(0)
+            # A line from a box's middle to its front shows its direction.
             line = f"M{around}zM{x:.2f} {y:.2f}L{front[0]:.2f} {front[1]:.2f}"
             drawn.append(_box(kind, boxes, index, line, boxes.names[index]))
     size = {"width": right - left, "height": top - bottom, "x": -left, "y": top}

@@ -154,15 +154,13 @@ def _script_json(value: Any) -> str:
 
 
 class _LinesJoined(Extension):
-    """Removes the line breaks that only lay out the templates' source.
-
-    Beside an element or an expression, a break and its indentation vanish; within text they become
-    a space.
-    """
+    """Removes the line breaks that only lay out the templates' source."""
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         if name is None or not name.endswith(".html"):
             return source
+        # Beside an element or an expression, a break and its indentation vanish; within text they
+        # become a space.
         joined = re.sub(r"(?<=[>}])\s*\n\s*|\s*\n\s*(?=[<{])", "", source.strip())
         return re.sub(r"\s*\n\s*", " ", joined)
 

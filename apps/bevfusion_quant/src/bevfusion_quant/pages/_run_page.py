@@ -81,9 +81,8 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
     if output is not None:
         known = finite(output.cosine)
         cosine = "" if known is None else f"cosine {known:.5f}"
-        of = ", first tensor" * (
-            output.kind == "first tensor"
-        )  # of other code, whose heads are many
+        # Of other code, whose heads are many.
+        of = ", first tensor" * (output.kind == "first tensor")
         yield _figure(f"SQNR of the output{of}", decibels(output.sqnr_db, output.cosine), cosine)
     if content.layers:
         yield _low_layers(content)
@@ -303,14 +302,12 @@ def write_found(
 
 
 def _scene_points(batches: FrameBatches) -> tuple[npt.NDArray[np.float32], str]:
-    """Points of the first frame in range, float32 [n, 3] in metres, and their kind.
-
-    Of a frame of voxels they are the means.
-    """
+    """Points of the first frame in range, float32 [n, 3] in metres, and their kind."""
     frame, limits = batches.first_frame, batches.sizes.lidar.point_cloud_range
     rows, kind = frame.points, "points"
     if rows is None:
         assert frame.voxels is not None  # a frame holds one of the two
+        # The means of voxels stand for their points.
         rows, kind = frame.voxels.features, "voxels"
     points = rows[:, :3]
     inside = ((points >= np.array(limits[:3])) & (points < np.array(limits[3:]))).all(axis=1)

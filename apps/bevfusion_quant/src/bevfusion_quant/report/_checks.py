@@ -63,6 +63,7 @@ def _options(run: Evidence, wanted: dict[str, int]) -> list[str]:
         name, equals, _ = word.partition("=")
         if word.startswith("--"):
             taking = name in wanted and not equals
+            # 0 stands for any number of values.
             left = wanted.get(name, 0) or -1
             if name in wanted:
                 found.append(word)

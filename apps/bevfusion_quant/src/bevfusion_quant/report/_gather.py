@@ -298,11 +298,7 @@ def gather(
 
 
 def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
-    """Read a run of one of these kinds, and check that its files are unchanged.
-
-    Raises:
-        InputError: No such run, one of another kind, or changed files.
-    """
+    """Read a run of one of these kinds, and check that its files are unchanged."""
     evidence = read_evidence(folder)
     if evidence.kind not in kinds:
         of = evidence.settings.evaluates
@@ -325,14 +321,11 @@ def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
 
 
 def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
-    """Refuse a run whose float model is not that of the main run.
-
-    Raises:
-        InputError: Sizes, weights or, for random weights, seeds differ.
-    """
+    """Refuse a run whose float model is not that of the main run."""
     first, second = main.settings, other.settings
     for key in ("model", "config", "weights", "seed"):
         one, two = getattr(first, key), getattr(second, key)
+        # The same weights may lie at several places, and a seed decides random ones alone.
         alike = one == two or (key == "weights" and _same_bytes(one, two))
         if not alike and not (key == "seed" and first.weights):
             raise InputError(

@@ -109,10 +109,7 @@ def headline(gathered: Gathered) -> tuple[HeadlineGroup, ...]:
 def headline_group(
     groups: Sequence[HeadlineGroup], run: Evidence
 ) -> tuple[HeadlineGroup, HeadlineRow] | None:
-    """A run's mean average precision on the largest set of frames: of its integers, if they ran.
-
-    The row and its group; None without scores of the run.
-    """
+    """A run's mean average precision on the largest set of frames: of its integers, if they ran."""
     found = [
         (group, row)
         for group in groups

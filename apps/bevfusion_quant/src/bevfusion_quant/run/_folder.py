@@ -79,6 +79,7 @@ def run_folder(
         with write_folder(target, ready=ready) as work:
             yield work
     finally:
+        # Folders that were made for a run that failed.
         for folder in made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()

@@ -83,12 +83,10 @@ def _line(precision: Floats) -> str:
 
 
 def _sketch(sketch: Sketch, accuracy: Accuracy, models: list[str]) -> dict[str, Any]:
-    """A frame with its labels and, for each model, as many of its best detections as labels.
-
-    A model that finds everything thus draws one box on each label.
-    """
+    """A frame with its labels and, for each model, as many of its best detections as labels."""
     labels = _labels(sketch, accuracy.classes)
     sets = {"label": labels}
+    # A model that finds everything thus draws one box on each label.
     for model in models:
         sets[model] = _best(sketch.found[model], accuracy.classes, len(labels.boxes))
     view = from_above((-REACH, -REACH, REACH, REACH), (20, 40), sets)

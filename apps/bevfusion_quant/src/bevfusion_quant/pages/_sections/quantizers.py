@@ -67,15 +67,13 @@ def _card(values: QuantizerValues, method: str) -> dict[str, Any]:
 
 
 def _drawn(values: QuantizerValues) -> dict[str, Any]:
-    """Counts of the bins over ±largest, range, channel ranges as shares of the widest.
-
-    Without negative values, `counts` holds the upper half alone.
-    """
+    """Counts of the bins over ±largest, range, channel ranges as shares of the widest."""
     counts = values.counts.tolist()
     middle = len(counts) // 2
     signed = any(counts[:middle])
     high = float(values.amax.max())
     data: dict[str, Any] = {
+        # Without negative values the lower half is empty.
         "counts": counts if signed else counts[middle:],
         "signed": signed,
         "largest": rounded_or_none(values.reach),
