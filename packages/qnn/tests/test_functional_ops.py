@@ -121,6 +121,36 @@ def test_residual_quantizer_sits_on_the_identity_however_it_is_added(forward, ob
     assert type(block).__name__ == "Block"
 
 
+def _statement(self, x):
+    x = x.clone()
+    x.add_(self.second(self.first(x)).relu())
+    return x
+
+
+def _other_name(self, x):
+    kept = out = x + 1
+    out += self.second(self.first(x))
+    return kept
+
+
+def _half(self, x):
+    out = x.clone()
+    out[:, :2].add_(self.second(self.first(x))[:, :2])
+    return out
+
+
+@pytest.mark.parametrize("forward", [_statement, _other_name, _half])
+@pytest.mark.parametrize("observed", [True, False])
+def test_addition_in_place_reaches_what_is_read_under_another_name(forward, observed):
+    """Lane detectors (RESA, SCNN) add slices to one map in statements of their own."""
+    block, x = _dense_block(forward).eval(), torch.randn(2, 4, 6, 6)
+    result = qnn.quantize_model(block, example_inputs=x if observed else None)
+    assert isinstance(result.model.residual_quantizer, TensorQuantizer)
+    assert (result.model(x) - block(x)).abs().max() < 0.1
+    result.model(x).sum().backward()
+    assert result.model.first.weight.grad.abs().max() > 0
+
+
 def test_identity_is_the_shallower_of_two_convolution_branches(nets):
     block = nets.Bottleneck(4, 4, 8).eval()
     qnn.quantize_model(block, example_inputs=torch.randn(1, 4, 6, 6), inplace=True)

@@ -68,6 +68,8 @@ class Target(NamedTuple):
     # 0 or 1 where the child is the quantizer of that operand of an addition, 0 of a sampling; None
     # where it computes the functional operation.
     operand: int | None = None
+    # Whether an in-place addition writes to its operand 0, which is read under another name.
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class _FunctionalMode(TorchFunctionMode):
         if not args:  # `grid_sample(input=x, grid=grid)`
             first = _SAMPLES[func]
             return func(**{**kwargs, first: child(kwargs[first])})
+        if target.writes:  # a gradient of the quantizer needs its input as it was
+            return args[0].copy_(torch.add(child(args[0].clone()), *args[1:]))
         operands = [child(a) if i == target.operand else a for i, a in enumerate(args)]
         return func(*operands, **kwargs)
 

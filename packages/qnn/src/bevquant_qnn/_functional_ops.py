@@ -362,7 +362,8 @@ class _Placer:
             return
         child = make(self._config.input_descriptor())
         attach_quantizer(self._module, name, child)
-        self._targets[op.site, op.occurrence] = Target(name, operand)
+        writes = op.hidden and operand == 0
+        self._targets[op.site, op.occurrence] = Target(name, operand, writes)
         self.done.append(QuantizedModule(path, type(child).__name__, was))
 
     def _pass_over(self, op: FunctionalOp, reason: str) -> None:

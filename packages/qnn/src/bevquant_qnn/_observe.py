@@ -96,7 +96,6 @@ class _Observer:
             (op.call.module, op.site)
             for op, event in ops
             if event.inplace and op.node is not None and not op.planned
-            and any(steps.is_sparse(v) for v in op.operands if isinstance(v, fx.Node))
         }  # fmt: skip
         hidden = _hidden(steps.root, watched, given, outputs, suspects)
         self.found.ops += [replace(op, hidden=(op.call.module, op.site) in hidden) for op, _ in ops]
