@@ -29,31 +29,27 @@ class AbsHistogram:
     (`upper` itself lies in the last bin); ``counts[i]`` counts the base bins
     ``i·2**shift … (i+1)·2**shift − 1``. The bin of a value thus depends on (bins, upper, shift)
     alone, whichever batch it came in: histograms of equal (bins, upper) add exactly, in any order.
-
-    Attributes:
-        counts: int64 [num_bins], on the CPU. As many as the largest value needs, at least those
-            up to `upper`.
-        bins: Base bins in [0, upper].
-        upper: Upper edge of base bin ``bins − 1``; 0 where no nonzero value has set it yet (every
-            value is then a zero and lies in bin 0).
-        shift: How often neighbouring bins were merged in pairs.
-        max: Largest finite absolute value, 0 where there is none.
-        values: Finite values counted.
-        zeros: How many of them are 0.
-        nans: NaNs met (not counted).
-        infs: Infinities met (not counted).
-        peak: Number of the first batch that held `max`, where somebody counts batches; else −1.
     """
 
+    # int64 [num_bins], on the CPU. As many as the largest value needs, at least those up to
+    # `upper`.
     counts: Tensor
+    # Base bins in [0, upper].
     bins: int
+    # Upper edge of base bin ``bins − 1``; 0 where no nonzero value has set it yet (every value is
+    # then a zero and lies in bin 0).
     upper: float
+    # How often neighbouring bins were merged in pairs.
     shift: int
+    # Largest finite absolute value, 0 where there is none.
     max: float
     values: int
+    # How many of them are 0.
     zeros: int
+    # Neither of these two is counted.
     nans: int
     infs: int
+    # Number of the first batch that held `max`, where somebody counts batches; else −1.
     peak: int = -1
 
 
@@ -160,10 +156,6 @@ def abs_histogram(
     Returns:
         The histogram; NaN and Inf are left out and their numbers reported.
 
-    Raises:
-        ValueError: `bins`, `shift` or `upper` out of range, `max_bins` below `bins`, or an
-            unknown backend.
-
     Examples:
         >>> import torch
         >>> abs_histogram(torch.tensor([-3.0, 0.0, 1.0, 4.0]), bins=4).counts
@@ -189,16 +181,14 @@ def abs_histogram(
 
 
 def _one_pass(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> AbsHistogram | None:
-    """Return what `abs_histogram` does; None where x is not finite or its range is extreme.
-
-    Once `upper` is known this reads x once; before (0), and where x outgrows twice the bins, twice.
-    """
+    """Return what `abs_histogram` does; None where x is not finite or its range is extreme."""
     from . import _counts_numba as kernels
 
     values = as_it_lies(x).numpy()
     bits = values.view(np.int32)
     if values.size >= _LARGEST_PASS:
         return None
+    # The largest value sets the bins: x is read twice.
     if not upper:
         top = max(run_parts(lambda i, j: int(kernels.largest_bits(bits[i:j])), values.size))
         upper = _value(top)
@@ -266,11 +256,9 @@ def _torch_histogram(x: Tensor, bins: int, upper: float, shift: int, max_bins: i
 
 
 def _histc(a: Tensor, bins: int, upper: float) -> Tensor:
-    """Count the values up to `upper`: torch.histc leaves out the others.
-
-    It counts in float32, which is exact up to 2²⁴.
-    """
+    """Count the values up to `upper`: torch.histc leaves out the others."""
     counts = torch.zeros(bins, dtype=torch.int64)
+    # In float32, which counts exactly up to 2²⁴.
     for start in range(0, a.numel(), _LARGEST_PART):
         counts += torch.histc(a[start : start + _LARGEST_PART], bins, 0, upper).long()
     return counts

@@ -195,13 +195,12 @@ def _calibrated(
 
 
 def _with_scale(amax: Tensor) -> Tensor:
-    """A range that fake quantization does not count as zero (at most 2⁻²⁴).
-
-    Zeros are zeros on any grid, such as the first queries of a DETR; what a branch scaled by 1e-6
-    adds (LayerScale) is kept on the finest one. Of ranges per channel zeros stay zeros.
-    """
+    """A range that fake quantization does not count as zero (at most 2⁻²⁴)."""
+    # Of ranges per channel zeros stay zeros.
     if amax.numel() != 1:
         return amax
+    # Zeros are zeros on any grid, such as the first queries of a DETR; what a branch scaled by 1e-6
+    # adds (LayerScale) is kept on the finest one.
     return torch.ones_like(amax) if not bool(amax.any()) else amax.clamp(min=2 * SMALLEST_AMAX)
 
 
@@ -222,15 +221,7 @@ def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator
 
 
 class _Collection:
-    """One run over the batches, alone or with other processes.
-
-    Args:
-        model: The model.
-        entries: The quantizers that collect.
-        calibrators: Theirs.
-        forward: Runs the model on a batch; None spreads it.
-        peers: The other processes.
-    """
+    """One run over the batches, alone or with other processes."""
 
     def __init__(
         self,
@@ -282,9 +273,7 @@ class _Collection:
     def _join(self, done: int) -> int:
         """Agree with the peers on widths from before an interruption.
 
-        Returns:
-            The first round from which on all processes go together. One that had saved less does
-            the rounds before alone: what widths those rounds set, a process ahead of it knows.
+        Returns the first round from which on all processes go together.
         """
         if self.peers is None:
             return 0
@@ -292,6 +281,8 @@ class _Collection:
         for i, calibrator in enumerate(self.calibrators):
             if isinstance(calibrator, HistogramCalibrator):
                 adopt_widths(calibrator, [reply[1][i] for reply in replies], calibrator._rows)
+        # One that had saved less does the rounds before alone: what widths those set, a process
+        # ahead of it knows.
         return max(int(reply[0]) for reply in replies)
 
     def _one_round(self, r: int, batch: Any, *, with_peers: bool) -> None:

@@ -47,11 +47,7 @@ _SCALARS = ("bins", "upper", "shift", "max", "values", "zeros", "nans", "infs")
 
 
 def settings_of(calibrator: Calibrator) -> dict[str, Any]:
-    """Settings that must be equal for two calibrators to be merged.
-
-    Raises:
-        TypeError: A class of calibrator that cannot be saved or merged.
-    """
+    """Settings that must be equal for two calibrators to be merged."""
     axis = list(calibrator.axis) if isinstance(calibrator.axis, Sequence) else calibrator.axis
     common = {"kind": type(calibrator).__name__, "axis": axis}
     if type(calibrator) is MaxCalibrator:

@@ -89,14 +89,6 @@ class InputChannels:
 
     Such a layer has ``channels_of(input)``, its input as [rows, channels, places], and
     ``weight_by_channel()``. A module with ``hands_floats_on`` leaves quantizing to its readers.
-
-    Args:
-        model: The model.
-        entries: The quantizers that collect.
-
-    Attributes:
-        entries: Quantizers of its own, which only watch: calibrated as the model's are.
-        calibrators: Theirs.
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[NamedQuantizer]) -> None:
@@ -124,6 +116,7 @@ class InputChannels:
                     for layer, path in layers.items()
                 ]
         watching = [reader for readers in self._readers.values() for reader in readers]
+        # Quantizers of its own, which only watch; they are calibrated as the model's are.
         self.entries = [reader.seen for reader in watching]
         self.calibrators = [_calibrator(reader) for reader in watching]
         self._findings: dict[TensorQuantizer, list[CalibrationFinding]] = {}
@@ -157,14 +150,7 @@ class InputChannels:
         calibrators: Sequence[Calibrator],
         options: dict[str, Any],
     ) -> None:
-        """Set the factors, and with them the ranges of inputs and weights; note the findings.
-
-        Args:
-            found: Range of each of the model's quantizers that collected, changed in place.
-            seen: Ranges of the channels, one tensor for each of `entries`.
-            calibrators: Of the model's quantizers.
-            options: As `compute_amax` takes them.
-        """
+        """Set the factors, and with them the ranges of inputs and weights; note the findings."""
         ranges = iter(seen)
         for quantizer, readers in self._readers.items():
             reached = [(r, next(ranges)) for r in readers]

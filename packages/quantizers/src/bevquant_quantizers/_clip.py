@@ -17,14 +17,6 @@ def clip(inputs: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tens
 
     The gradient of PACT (arXiv 1805.06085): values strictly inside pass theirs on, values at or
     above the upper end give theirs to it, values at or below the lower end to that one.
-
-    Args:
-        inputs: Values, any shape.
-        clip_value_min: Lower end; one value where it learns.
-        clip_value_max: Upper end; one value where it learns.
-
-    Returns:
-        A tensor shaped as `inputs`.
     """
     outputs: Tensor = _Clip.apply(inputs, clip_value_min, clip_value_max)
     return outputs

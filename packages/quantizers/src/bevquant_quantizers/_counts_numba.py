@@ -27,11 +27,7 @@ def largest_bits(bits: Any) -> Any:
 def count_magnitudes(
     x: Any, bits: Any, bins: Any, upper: Any, upper_bits: Any, shift: Any, counts: Any
 ) -> Any:
-    """Add x to `counts`; return the bits of the largest value and the number of zeros.
-
-    Values at and above the last count go there: the caller sees from the largest value that
-    there were such, and that `counts` was too short.
-    """
+    """Add x to `counts`; return the bits of the largest value and the number of zeros."""
     # Four partial histograms: equal values in a row (the zeros of a ReLU) would otherwise wait
     # for one another's increment.
     parts = np.zeros((4, counts.shape[0]), np.int32)
@@ -66,6 +62,7 @@ def count_magnitudes(
                 else:
                     far = max(np.float64(a) * bins / np.float64(upper), np.float64(bins))
                     far *= 2.0 ** -np.float64(shift)
+                    # The largest value tells the caller that the last bin holds more than its own.
                     index[i] = np.int32(far) if far < end else end
         for i in range(block.shape[0]):
             parts[i & 3, index[i]] += 1
@@ -91,10 +88,8 @@ def count_signed(values: Any, amax: Any, span: float, counts: Any) -> tuple[int,
 def _count_part(
     first: Any, stop: Any, flat: Any, after: Any, amax: Any, span: float, bins: Any
 ) -> Any:
-    """Values beyond and zeros among ``first … stop``, and the histogram with one bin for the rest.
-
-    Four partial histograms and a block of indices, as `count_magnitudes` has them.
-    """
+    """Values beyond and zeros of ``first … stop``, and the histogram with a bin for the rest."""
+    # Several histograms and a block of indices, for the reasons in `count_magnitudes`.
     parts = np.zeros((4, bins + 1), np.int32)
     index = np.empty(1024, np.int32)
     per_unit = bins / (2.0 * span)

@@ -99,11 +99,7 @@ class PeerError(RuntimeError):
 
 
 class Peers:
-    """The processes that calibrate together.
-
-    Every exchange carries a tag and an error: processes that lost step, or one that failed, end
-    all of them with a message instead of a wait for a message that never comes.
-    """
+    """The processes that calibrate together."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
@@ -111,11 +107,9 @@ class Peers:
         self.world = dist.get_world_size(group)
 
     def exchange(self, tag: str, payload: Any = None, error: str | None = None) -> list[Any]:
-        """Return every process's payload, in the order of ranks.
-
-        Raises:
-            PeerError: A process failed or is elsewhere.
-        """
+        """Return every process's payload, in the order of ranks."""
+        # Every exchange carries a tag and an error: processes that lost step, or one that failed,
+        # end all of them with a message instead of a wait for one that never comes.
         replies: list[Any] = [None] * self.world
         dist.all_gather_object(replies, (tag, error, payload), group=self.group)
         failed = [f"process {i}: {reply[1]}" for i, reply in enumerate(replies) if reply[1]]
@@ -166,16 +160,8 @@ def merge_all(calibrators: Sequence[Calibrator], peers: Peers, batches: int) -> 
 def search_all(
     calibrators: Sequence[Calibrator], peers: Peers | None, method: str, options: dict[str, Any]
 ) -> list[Tensor | None]:
-    """Find every calibrator's range, in turns with the peers.
-
-    Only histograms are distributed: the result of a MaxCalibrator needs no search.
-
-    Args:
-        calibrators: The same in every process.
-        peers: The processes; None searches all calibrators here.
-        method: As for `compute_amax`.
-        options: Its other arguments.
-    """
+    """Find every calibrator's range, in turns with the peers."""
+    # Only histograms are distributed: the result of a MaxCalibrator needs no search.
     histograms = [i for i, c in enumerate(calibrators) if isinstance(c, HistogramCalibrator)]
     others = {i for turn, i in enumerate(histograms) if peers and turn % peers.world != peers.rank}
     found = [
@@ -225,19 +211,8 @@ def adopt_widths(
 ) -> bool:
     """Take the widths of the first process that has any, row by row.
 
-    In one process the first nonzero value sets the width, and the first batch of a round is that of
-    the first process.
-
-    Args:
-        calibrator: This process's, with the current batch collected.
-        proposals: Result of `widths` in each process.
-        before: This process's histograms before the batch; restored if another width was agreed on.
-
-    Returns:
-        Whether they were restored: the batch must then be collected again.
-
-    Raises:
-        ValueError: The processes saw tensors with other numbers of channels.
+    Returns whether `before`, the histograms before the current batch, were restored: that batch
+    must be collected again.
     """
     given = [proposal for proposal in proposals if proposal is not None]
     if not given:
@@ -247,6 +222,8 @@ def adopt_widths(
         raise ValueError(
             f"{calibrator._who()}: the processes saw ranges of shapes {[g[0] for g in given]}"
         )
+    # In one process the first nonzero value sets the width, and the first batch of a round is that
+    # of the first process.
     agreed = [next((u for u in row if u), 0.0) for row in zip(*(g[1] for g in given), strict=True)]
     empty = [_empty(calibrator._num_bins) for _ in agreed]
     again = any(
@@ -266,11 +243,7 @@ def _empty(bins: int) -> AbsHistogram:
 
 
 def default_peers(distributed: bool | None) -> Peers | None:
-    """Return the processes to calibrate with: those of torch.distributed, if there are several.
-
-    Raises:
-        ValueError: Asked for, but torch.distributed is not initialised.
-    """
+    """Return the processes to calibrate with: those of torch.distributed, if there are several."""
     ready = dist.is_available() and dist.is_initialized()
     if distributed and not ready:
         raise ValueError(
@@ -286,19 +259,11 @@ NO_BATCH = object()
 
 
 class Shares:
-    """Batches in rounds of `world`, of which this process takes the one of its rank.
-
-    A list or tuple is indexed, so that no process touches another's batches; anything else is
-    iterated.
-
-    Args:
-        batches: The same in every process.
-        rank: This process.
-        world: How many there are.
-    """
+    """Batches in rounds of `world`, of which this process takes the one of its rank."""
 
     def __init__(self, batches: Iterable[Any], rank: int = 0, world: int = 1) -> None:
         self.batches, self.rank, self.world = checked_batches(batches), rank, world
+        # Of batches, all processes' and those before the start included; known at the end.
         self.count = 0
 
     @property
@@ -311,14 +276,7 @@ class Shares:
             return None
 
     def rounds(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield each round from `start` on with this process's batch, NO_BATCH where it has none.
-
-        At the end `count` is the number of batches, the other processes' and those before `start`
-        included.
-
-        Raises:
-            ValueError: Fewer rounds than `start`.
-        """
+        """Yield each round from `start` on with this process's batch, or NO_BATCH."""
         r = 0
         for r, batch in enumerate(self._mine(start), 1):
             if r > start:
@@ -333,6 +291,7 @@ class Shares:
         world, batches = self.world, self.batches
         if isinstance(batches, Sequence):
             self.count = len(batches)
+            # Indexed, so that no process touches another's batches.
             for i in range(self.rank, -(-len(batches) // world) * world, world):
                 # Batches that are not needed are not loaded.
                 wanted = i < len(batches) and i // world >= start

@@ -255,11 +255,7 @@ def _keep(grad: Tensor, inside: Tensor) -> Tensor:
 def torch_fake_quantize(
     inputs: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, where: str
 ) -> Tensor:
-    """Fake-quantize with torch's own ops, by the full range; `where` begins a message.
-
-    Raises:
-        TypeError: FP8, another type than float32, or an amax with several axes.
-    """
+    """Fake-quantize with torch's own ops, by the full range; `where` begins a message."""
     if not isinstance(num_bits, int):
         raise TypeError(
             f"{where}: torch's fake-quantization ops (use_fb_fake_quant) know integers alone, got "

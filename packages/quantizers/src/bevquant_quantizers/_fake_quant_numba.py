@@ -40,11 +40,9 @@ _idle: deque[Any] = deque(maxlen=4)
 
 @jit
 def _flat(x: Any, y: Any, inside: Any, amax: Any, up: Any, down: Any, low: Any, top: Any) -> Any:
-    """Quantize the vector x into y with one range; an empty `inside` asks for no mask.
-
-    Returns whether a negative value was met.
-    """
+    """Quantize the vector x into y with one range; return whether a negative value was met."""
     negative = np.uint32(0)
+    # Empty where no mask is asked for.
     if inside.shape[0] == 0:
         for i in range(x.shape[0]):
             v = x[i]
@@ -116,15 +114,12 @@ def one_pass(
     otherwise: Callable[..., tuple[Tensor, Tensor | None]],
     packed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Fake-quantize as ``otherwise(x, amax, options, masked)`` does, which takes what is not ours.
-
-    Ours is integers of dense float32 on the CPU with one range, or one range an index of a single
-    axis. With `packed` the mask may be one bit a value, 16 in an int16, where x is large and
-    contiguous.
-    """
+    """Fake-quantize as ``otherwise`` does, which takes what is not ours."""
     order = memory_order(x)
     dense = x.detach().permute(order)
     form = format_of(*options)
+    # Ours is integers of dense float32 on the CPU with one range, or one range an index of a single
+    # axis.
     if (
         form.dtype is not None
         or x.dtype != torch.float32
@@ -145,6 +140,7 @@ def one_pass(
     amaxs = ranges.reshape(-1).numpy()
     y, y_array = _empty(dense.shape, order, np.float32)
     bounds = (np.float32(form.low), np.float32(form.high))
+    # One bit a value, 16 in an int16, where x is large and contiguous.
     if packed and not wide and not options[1] and _streams(x, y_array):
         # Without `masked` the bits are written all the same: a thirty-second of what y is.
         words = np.empty(x.numel() // LANES, np.int16)
@@ -211,14 +207,12 @@ class _Buffer:
 
 
 def _memory(shape: tuple[int, ...], dtype: type) -> Any:
-    """Return an uninitialised array, in memory that an earlier one no longer uses where some fits.
-
-    The memory comes back when the last array or tensor that shows it is gone.
-    """
+    """Return an uninitialised array, where one fits in memory that an earlier one has left."""
     size = math.prod(shape)
     nbytes = size * np.dtype(dtype).itemsize
     if not _SMALLEST <= nbytes <= _LARGEST:
         return np.empty(shape, dtype)
+    # The memory comes back when the last array or tensor that shows it is gone.
     return np.asarray(_Buffer(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
 
 

@@ -65,14 +65,7 @@ class CalibrationFinding:
 def find(
     tensor: str, calibrator: Calibrator, found: Tensor | None, method: str
 ) -> tuple[CalibrationFinding, ...]:
-    """Check the values that one calibrator collected, and the range found in them.
-
-    Args:
-        tensor: Path of its quantizer.
-        calibrator: The collected values.
-        found: The range, None without values.
-        method: Method of the range.
-    """
+    """Check the values that one calibrator collected, and the range found in them."""
     rows = calibrator._rows if isinstance(calibrator, HistogramCalibrator) else []
     every = [*_range(rows, found)]
     if rows and found is not None and bool(found.any()):
@@ -158,16 +151,8 @@ def expected_sqnr(
 
     .. math:: 10 \log_{10} \frac{\sum_j n_j c_j^2}{\sum_j n_j (c_j - Q_a(c_j))^2}
 
-    with Q_a as `fake_quantize` rounds and clamps. Zeros are exact and count for nothing.
-
-    Args:
-        rows: One histogram, or one for each channel.
-        ranges: The range a of each.
-        num_bits: Bits of the integer, or of FP8.
-        unsigned: Whether the integers start at 0.
-
-    Returns:
-        The ratio in decibels; infinite where nothing is lost.
+    with Q_a as `fake_quantize` rounds and clamps. Zeros are exact and count for nothing; the ratio
+    is infinite where nothing is lost.
     """
     form = format_of(num_bits, unsigned)
     signal = noise = 0.0

@@ -72,15 +72,7 @@ def float_ranges(model: nn.Module) -> Ranges:
 
 
 def set_float_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, FloatRange]]) -> None:
-    """Give modules the ranges that `float_ranges` returned; modules not named lose theirs.
-
-    Args:
-        model: The model.
-        ranges: Path of a module to the name of a value to its range.
-
-    Raises:
-        ValueError: A path that the model does not have.
-    """
+    """Give modules the ranges that `float_ranges` returned; modules not named lose theirs."""
     modules = dict(model.named_modules())
     unknown = sorted(ranges.keys() - modules.keys())
     if unknown:
@@ -106,11 +98,8 @@ def joined_ranges(several: Iterator[Ranges]) -> Ranges:
 
 @contextmanager
 def recording(model: nn.Module, found: Ranges) -> Iterator[None]:
-    """Add inputs and outputs of modules to `found` while the model runs.
-
-    A tensor between two modules is read once. Quantizers are skipped: in calibration they return
-    their input.
-    """
+    """Add inputs and outputs of modules to `found` while the model runs."""
+    # Quantizers are skipped: in calibration they return their input.
     quantizers = {id(m) for entry in named_quantizers(model) for m in entry.quantizer.modules()}
     seen: dict[int, tuple[weakref.ref[Tensor], int, FloatRange]] = {}
     handles: list[Any] = []
@@ -122,6 +111,7 @@ def recording(model: nn.Module, found: Ranges) -> Iterator[None]:
                     f"calibrate: {path or 'the model'} is called in torch.vmap, where ranges "
                     "cannot be measured; call it on the whole batch, without vmap"
                 )
+            # A tensor between two modules is read once.
             known = seen.get(id(tensor))
             version = 0 if tensor.is_inference() else tensor._version
             if known is None or known[0]() is not tensor or known[1] != version:

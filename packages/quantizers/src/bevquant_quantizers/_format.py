@@ -139,12 +139,7 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Tr
 
 
 def check_bits(num_bits: object) -> NumBits:
-    """`num_bits` as it is; a list of two, as YAML and JSON have it, as a tuple.
-
-    Raises:
-        TypeError: It is no integer, pair of them or name of a block format.
-        ValueError: It is not from 0 to 32, and no format of `format_of`.
-    """
+    """`num_bits` as it is; a list of two, as YAML and JSON have it, as a tuple."""
     if isinstance(num_bits, str):
         if num_bits in _BLOCKS:
             return num_bits

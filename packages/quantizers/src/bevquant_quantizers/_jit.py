@@ -16,12 +16,7 @@ def has_numba() -> bool:
 
 
 def use_numba(backend: str, worthwhile: bool) -> bool:
-    """Decide for numba: where it is asked for, or for "auto" where installed and worthwhile.
-
-    Raises:
-        ImportError: numba is asked for and not installed.
-        ValueError: An unknown backend.
-    """
+    """Decide for numba: where it is asked for, or for "auto" where installed and worthwhile."""
     if backend not in ("auto", "numba", "torch"):
         raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
     if backend == "numba" and not has_numba():
@@ -30,14 +25,12 @@ def use_numba(backend: str, worthwhile: bool) -> bool:
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel that runs without the GIL.
-
-    The kernels are serial on purpose: numba's own thread pools do not survive a fork and one of
-    them aborts when two Python threads enter it, so the callers split the work themselves.
-    `error_model="numpy"` gives IEEE division without a check per element.
-    """
+    """Compile a kernel that runs without the GIL."""
     import numba
 
+    # Serial on purpose: numba's own thread pools do not survive a fork, and one of them aborts when
+    # two Python threads enter it; callers split the work. numpy's error model gives IEEE division
+    # without a check per element.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)

@@ -15,15 +15,7 @@ def progress_bar(
 ) -> Iterator[Callable[[], object]]:
     """Yield a function to call after each item.
 
-    Args:
-        show: None shows the bar where tqdm is installed and stderr is a terminal.
-        total: Number of items, None where unknown.
-        initial: Items done before.
-        desc: What the loop does.
-        unit: What an item is.
-
-    Raises:
-        ImportError: `show` is True and tqdm is not installed.
+    `show` None shows the bar where tqdm is installed and stderr is a terminal.
     """
     installed = importable("tqdm")
     if show and not installed:

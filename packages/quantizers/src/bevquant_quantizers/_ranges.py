@@ -136,16 +136,14 @@ def current_range(quantizer: TensorQuantizer) -> Tensor | None:
 
 @torch.no_grad()
 def set_range(quantizer: TensorQuantizer, amax: Tensor | None) -> None:
-    """Set the range, whatever its shape was before; None makes it dynamic.
-
-    A quantizer that learns its range starts from it.
-    """
+    """Set the range, whatever its shape was before; None makes it dynamic."""
     old = quantizer.amax
     if amax is None:
         if old is not None:
             del quantizer._amax
         return
     quantizer._store_range(amax if old is not None else amax.to(_device(quantizer, amax)))
+    # What is learnt starts from the range that was found.
     if quantizer._learn_amax:
         quantizer.init_learn_amax()
 

@@ -135,17 +135,7 @@ def describe(
     method: str,
     channels: tuple[CalibrationFinding, ...] = (),
 ) -> QuantizerReport:
-    """Describe one quantizer.
-
-    Args:
-        names: Its paths.
-        calibrator: The collected values.
-        found: The range computed from them, None without values.
-        loaded: The range that the quantizer took, None without one.
-        amax: The quantizer's range now.
-        method: The requested method.
-        channels: Findings about the channels.
-    """
+    """Describe one quantizer."""
     findings = (*find(names[0], calibrator, found, method), *channels)
     numbers: tuple[float, ...] | None = None
     if amax is not None:

@@ -63,11 +63,7 @@ def _shape(ends: list[Tensor], quantizer: Any, inputs: Tensor) -> list[int]:
 
 
 def _one_each(factor: Tensor, shape: list[int], who: str) -> Tensor:
-    """The factor of each range, in the ranges' shape.
-
-    Raises:
-        ValueError: The values of one range have different factors.
-    """
+    """The factor of each range, in the ranges' shape."""
     joined = [axis for axis, n in enumerate(shape) if n == 1]
     low = factor.amin(joined, keepdim=True) if joined else factor
     high = factor.amax(joined, keepdim=True) if joined else factor
@@ -81,11 +77,7 @@ def _one_each(factor: Tensor, shape: list[int], who: str) -> Tensor:
 
 
 def _without_lowest(quantizer: Any, factor: Tensor, inputs: Tensor, who: str) -> Tensor:
-    """The tensor, with no value whose opposite has another integer where its sign changes.
-
-    Raises:
-        ValueError: An integer has no opposite.
-    """
+    """The tensor, with no value whose opposite has another integer where its sign changes."""
     if quantizer._disabled or quantizer._learn_amax or not bool((factor < 0).any()):
         return inputs
     if quantizer.unsigned:

@@ -10,11 +10,7 @@ SMALLEST_AMAX = 1.0 / (1 << 24)
 
 
 def scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0.
-
-    Raises:
-        ValueError: A negative amax.
-    """
+    """Return the scale to multiply with and the scale to divide by: 0 and 1 where amax is 0."""
     if amax.dtype == torch.half:
         amax = amax.float()
     if bool((amax < 0).any()):

@@ -20,17 +20,7 @@ _SMALLEST_PART = 1 << 16
 def run_parts(
     kernel: Callable[[int, int], Result], size: int, *, elements: int | None = None, each: int = 1
 ) -> list[Result]:
-    """Call ``kernel(start, stop)`` on parts that cover 0 … size, and return the results in order.
-
-    The kernel must release the GIL to gain from it. The caller takes part; whoever is free takes
-    the next part, so that a thread that wakes late takes fewer.
-
-    Args:
-        kernel: Called with the bounds of each part.
-        size: What is divided, e.g. rows.
-        elements: How much work the whole is, where `size` is not that.
-        each: Parts for each of torch's threads; fewer where they would be small.
-    """
+    """Call ``kernel(start, stop)`` on parts that cover 0 … size; their results in order."""
     threads = torch.get_num_threads()
     parts = min(each * threads, (elements or size) // _SMALLEST_PART, size)
     if threads < 2 or parts < 2:
@@ -39,6 +29,8 @@ def run_parts(
     results: dict[int, Result] = {}
     tickets = count()
 
+    # Whoever is free takes the next part, so that a thread that wakes late takes fewer. A kernel
+    # must release the GIL to gain from it.
     def work() -> None:
         while (number := next(tickets)) < parts:
             results[number] = kernel(*bounds[number])

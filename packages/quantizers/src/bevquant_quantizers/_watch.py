@@ -182,14 +182,8 @@ def count_values(
 ) -> tuple[int, int]:
     """Add the values to a histogram; count those beyond their range and those that are 0.
 
-    Args:
-        values: float32 [before, channels, after], the axis in the middle with a range each.
-        amax: float64 [channels].
-        span: Positive; the histogram covers [−span, span], its last bin includes span.
-        counts: int64 [bins], added to in place.
-
-    Returns:
-        How many values have |x| > amax, and how many are 0.
+    Values are [before, channels, after], with a range for each channel; the histogram covers
+    [−span, span], and its last bin includes span.
     """
     if has_numba():
         from ._counts_numba import count_signed

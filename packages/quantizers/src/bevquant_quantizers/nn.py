@@ -201,10 +201,8 @@ class TensorQuantizer(nn.Module):
         self._store_range(new)
 
     def _store_range(self, amax: Tensor) -> None:
-        """Take a range of any shape, as an ordinary tensor under ``torch.inference_mode()`` too.
-
-        An inference tensor could neither be written to nor be trained with afterwards.
-        """
+        """Take a range of any shape, as an ordinary tensor under ``torch.inference_mode()`` too."""
+        # An inference tensor could neither be written to nor be trained with afterwards.
         with torch.inference_mode(False), torch.no_grad():
             amax, old = amax.detach().to(torch.float32), self.amax
             if old is None:

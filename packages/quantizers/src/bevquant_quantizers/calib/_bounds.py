@@ -20,13 +20,8 @@ def in_chunks(
 ) -> Iterator[tuple[slice, Bounds]]:
     """Yield rows of candidates with their bounds, from one table while that is small.
 
-    Args:
-        bounds: From the first candidate, their number, the step between them and the levels of
-            each, all in bins: bounds [number, levels or more]. It depends on nothing else.
-        first: The first candidate.
-        number: How many there are.
-        step: From one to the next.
-        levels: Levels of each.
+    `bounds` takes the first candidate, their number, the step between them and the levels of each,
+    all in bins, and depends on nothing else.
     """
     table = (
         _table(bounds, first, number, step, levels) if number * levels <= _LARGEST_TABLE else None

@@ -273,9 +273,6 @@ def combine(old: AbsHistogram, new: AbsHistogram) -> AbsHistogram:
     """Add two histograms of one quantity whose base bins agree: exact, in any order.
 
     A histogram that has seen only zeros takes the bins of the other.
-
-    Raises:
-        ValueError: The base bins differ.
     """
     if not old.upper and new.upper:
         old = replace(old, counts=_only_zeros(old), bins=new.bins, upper=new.upper, shift=new.shift)

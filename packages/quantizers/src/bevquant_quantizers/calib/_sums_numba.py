@@ -11,15 +11,13 @@ from bevquant_quantizers._jit import jit
 
 @jit
 def level_sums(p0: Any, p1: Any, centers: Any, steps: int, by_count: Any, by_value: Any) -> None:
-    """Fill in sum_k (2k − 1)·P0[b_k] and sum_k P1[b_k] for the candidates' level bounds b_k.
-
-    `centers` holds 2i + 1 for each candidate bin i, in float64. Candidates are the inner loop, so
-    that nothing is summed across lanes and LLVM vectorises it; unsigned indices need no test.
-    """
+    """Fill in sum_k (2k − 1)·P0[b_k] and sum_k P1[b_k] for the candidates' level bounds b_k."""
     n = centers.shape[0]
     for c in range(n):
         by_count[c] = 0.0
         by_value[c] = 0.0
+    # `centers` holds 2i + 1 for each candidate bin i. Candidates are the inner loop, so that
+    # nothing is summed across lanes and LLVM vectorises it; unsigned indices need no test.
     for k in range(steps):
         odd = 2.0 * k + 1.0
         width = odd / (4.0 * steps)
@@ -44,10 +42,7 @@ _TWO_52 = 0x4330000000000000
 def group_terms(
     sums: Any, sizes: Any, tried: Any, levels: int, grouped: Any, last_mean: Any
 ) -> None:
-    """Fill in sum_g S_g·log(S_g / m_g), and the last group's mean, for each candidate.
-
-    `tried` is float64; the bounds ceil(g·i / levels) are exact, `levels` being a power of two.
-    """
+    """Fill in sum_g S_g·log(S_g / m_g), and the last group's mean, for each candidate."""
     n = tried.shape[0]
     left_sum, left_size, total, mantissa, exponent = np.zeros((5, n))
     mean_bits = last_mean.view(np.uint64)
@@ -58,6 +53,7 @@ def group_terms(
     for g in range(levels):
         part = (g + 1.0) / levels
         for c in range(n):
+            # Exact bounds ceil(g·i / levels): `tried` is float64, `levels` a power of two.
             stop = np.uint64(np.int32(np.ceil(tried[c] * part)))
             group = sums[stop] - left_sum[c]
             size = sizes[stop] - left_size[c]

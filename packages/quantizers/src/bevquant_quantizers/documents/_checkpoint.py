@@ -323,13 +323,11 @@ def _opened_zip(archive: zipfile.ZipFile, size: int) -> tuple[Any, _Loader]:
 
 
 def _storage(identity: Any) -> Any:
-    """The storage of a persistent id, ("storage", type, key, location, size, …).
-
-    One of a type that is not read, such as a quantized one, is an unknown object.
-    """
+    """The storage of a persistent id, ("storage", type, key, location, size, …)."""
     mark, kind, key, _, size = identity[:5]
     if mark != "storage" or int(size) < 0 or identity[5:] not in ((), (None,)):
         raise ValueError("a persistent id that is no storage")
+    # One of a type that is not read, such as a quantized one, is an unknown object.
     dtype = dtype_named(kind.name)
     return Opaque(kind.name) if dtype is None else Storage(str(key), dtype, int(size))
 

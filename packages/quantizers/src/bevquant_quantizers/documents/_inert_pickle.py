@@ -49,14 +49,10 @@ class Global:
 
 @dataclass(eq=False)
 class Opaque:
-    """An object of an unknown class.
-
-    Attributes:
-        name: The class's name.
-        items: Entries that the pickle set as in a dict, of a subclass of dict for example.
-    """
+    """An object of an unknown class."""
 
     name: str
+    # Entries that the pickle set as in a dict, of a subclass of dict for example.
     items: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -214,15 +210,7 @@ _MOVED = {
 
 
 def read_pickle(stream: IO[bytes], storage_of: Callable[[Any], Any] | None = None) -> Any:
-    """The next pickle of a stream, which is left behind its end.
-
-    Args:
-        stream: Binary, in memory.
-        storage_of: Makes a `Storage` of a persistent id.
-
-    Raises:
-        Exception: The pickle is damaged; of any class.
-    """
+    """The next pickle of a stream in memory, which is left behind its end."""
     machine = _Machine(storage_of)
     for opcode, arg, _ in pickletools.genops(stream):
         machine.step(opcode.name, arg)

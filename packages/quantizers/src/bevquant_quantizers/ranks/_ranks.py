@@ -33,14 +33,10 @@ _EXIT_CODE = 2
 
 
 class Ending(NamedTuple):
-    """Early end of a rank.
-
-    Attributes:
-        rank: Its number.
-        text: Its message; None if it died without one.
-    """
+    """Early end of a rank."""
 
     rank: int
+    # Its message; None if it died without one.
     text: str | None
 
     def message(self, world: int, goes_on: str) -> str:
@@ -378,13 +374,11 @@ def _unpacked(message: bytes) -> dict[int, Any]:
 
 
 def _exchange(message: bytes, world: int, device: str) -> list[bytes]:
-    """Every rank's message, in order of ranks; messages of any length.
-
-    They travel by gloo, or by nccl if the device is a GPU.
-    """
+    """Every rank's message, in order of ranks; messages of any length."""
     import torch
     import torch.distributed as dist
 
+    # By gloo, or by nccl if the device is a GPU: tensors of one length.
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(message)], device=device))
     longest = max(int(size) for size in sizes)
