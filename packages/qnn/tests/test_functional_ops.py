@@ -151,6 +151,23 @@ def test_addition_in_place_reaches_what_is_read_under_another_name(forward, obse
     assert result.model.first.weight.grad.abs().max() > 0
 
 
+def _criss_cross(self, x):
+    query, key = self.first(x).flatten(2), self.second(x).flatten(2)
+    energy = query.mT @ key
+    mask = torch.diag(torch.full((energy.shape[-1],), torch.inf))
+    return torch.cat([energy - 1, energy + torch.where(mask > 0, -mask, 0.0)], 2).softmax(2)
+
+
+def test_a_mask_of_infinities_is_added_and_joined_in_floats():
+    """Criss-cross attention (CCNet, V2VAM) leaves out a position's own column."""
+    block, x = _dense_block(_criss_cross).eval(), torch.randn(1, 4, 6, 6)
+    result = qnn.quantize_model(block, example_inputs=x)
+    reasons = [item.reason for item in result.skipped]
+    assert sum("infinite values, as a mask of an attention: left" in r for r in reasons) == 2
+    calibrate(result.model, [x])
+    assert (result.model(x) - block(x)).abs().max() < 0.02
+
+
 def test_identity_is_the_shallower_of_two_convolution_branches(nets):
     block = nets.Bottleneck(4, 4, 8).eval()
     qnn.quantize_model(block, example_inputs=torch.randn(1, 4, 6, 6), inplace=True)

@@ -16,6 +16,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
@@ -98,6 +99,8 @@ class FunctionalCall(NamedTuple):
     inplace: bool
     planned: bool
     product: Product | None = None
+    # Whether an operand has infinite values, as a mask of an attention.
+    masks: bool = False
 
 
 @dataclass(eq=False)
@@ -161,6 +164,7 @@ class _FunctionalMode(TorchFunctionMode):
                 FunctionalCall(
                     self.module, self.call, kind, site, occurrence, lines, inplace,
                     target is not None, product and product._replace(x=None),
+                    _masks(_operands(args, kwargs) if kind == "cat" else args),
                 )
             )  # fmt: skip
             if inplace and (self.module, site) in self.note.apart:
@@ -363,6 +367,10 @@ def _kind(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
 
 def _operands(args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
     return list(args[0] if args else kwargs["tensors"])
+
+
+def _masks(operands: Iterable[Any]) -> bool:
+    return any(isinstance(x, Tensor) and bool(x.isinf().any()) for x in operands)
 
 
 def _where(frames: list[FrameType]) -> str:

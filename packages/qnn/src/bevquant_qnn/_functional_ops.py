@@ -20,6 +20,8 @@ from bevquant_qnn._steps import Call, Steps, ends_in_conv, is_library_module, is
 from bevquant_qnn._takeover import attach_quantizer
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
+_MASKS = "has an operand with infinite values, as a mask of an attention"
+
 
 @dataclass(frozen=True, eq=False)
 class FunctionalOp:
@@ -41,6 +43,8 @@ class FunctionalOp:
     hidden: bool = False
     # What is multiplied, of a product.
     product: Product | None = None
+    # It adds or concatenates infinite values, as those of a mask.
+    masks: bool = False
 
     @property
     def operands(self) -> list[object]:
@@ -266,6 +270,9 @@ class _Placer:
             return
         if any(isinstance(steps.module(value), TensorQuantizer) for value in (left, right)):
             return
+        if op.masks:
+            self._pass_over(op, _MASKS)
+            return
         # TensorRT adds the residual inside the convolution that makes the other operand.
         operand = self._residual(op, left, right)
         if operand is None:
@@ -297,6 +304,9 @@ class _Placer:
             return
         if node.meta.get(PASSED_OVER):
             self._pass_over(op, "joins one tensor with nothing")
+            return
+        if op.masks:
+            self._pass_over(op, _MASKS)
             return
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(op, "has operands or an axis that are only known when it runs")

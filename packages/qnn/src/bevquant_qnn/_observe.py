@@ -284,7 +284,7 @@ def _matched(steps: Steps, recorder: Recorder) -> list[tuple[FunctionalOp, Funct
         (
             FunctionalOp(
                 Call(e.module, e.call), e.kind, e.site, e.occurrence, steps, where.get(id(e)),
-                e.planned, product=e.product,
+                e.planned, product=e.product, masks=e.masks,
             ),
             e,
         )
