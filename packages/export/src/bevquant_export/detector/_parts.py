@@ -151,16 +151,13 @@ class _Cut:
 
 
 def quantize_first(dense: Graph, name: str, form: Any) -> None:
-    """Let the dense part round a map to `form` before any other operation on it.
-
-    The whole integer model does the same: it computes the integers for the next layer, then pads
-    and resizes them.
-    """
+    """Let the dense part round a map to `form` before any other operation on it."""
     port = dict(zip(dense.input_names, dense.placeholders, strict=True))[name]
     reader = next((n for n in nodes_from(port) if _rounds_to(dense, n, form)), None)
     if reader is None:
         return
     read = reader.args[0]
+    # The whole integer model computes these integers first, then pads and resizes them.
     with dense.graph.inserting_before(next(iter(dense.operations))):
         made = dense.graph.node_copy(reader, lambda node: port if node is read else node)
     made.meta["val"] = port.meta["val"]

@@ -63,15 +63,12 @@ def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> o
 
 @contextmanager
 def reading(path: str | os.PathLike[str], caller: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors while the content of a file is used into a ValueError that names the file.
-
-    A damaged graph lacks nodes or inputs, which raises errors of any class; `kinds` limits them
-    where a model runs too.
-    """
+    """Turn errors while the content of a file is used into a ValueError that names the file."""
     try:
         yield
     except (ImportError, OSError, MemoryError):
         raise
+    # A damaged graph lacks nodes or inputs: errors of any class. `kinds` are for a model's run.
     except Exception as error:
         named = isinstance(error, ValueError) and Path(path).name in str(error)
         if named or not isinstance(error, kinds or Exception):

@@ -138,10 +138,7 @@ def _refused(model: onnx.ModelProto, *, check_type: bool) -> str:
 def _bare(
     model: onnx.ModelProto, graphs: Sequence[Graph], folder: Path
 ) -> tuple[onnx.ModelProto, list[Node]]:
-    """A copy without large tensors and declared shapes, its nodes named by their numbers.
-
-    ONNX Runtime replaces a wrong declared shape by the inferred one, so it is not an error.
-    """
+    """A copy without large tensors and declared shapes, its nodes named by their numbers."""
     import onnx
 
     bare = onnx.ModelProto()
@@ -166,6 +163,7 @@ def _bare(
 def _bare_values(proto: Any, opaque: set[str], folder: Path, *, top: bool) -> None:
     import onnx
 
+    # ONNX Runtime takes the inferred shape where the declared one is wrong: not an error.
     for value in (*proto.output, *proto.value_info):
         if value.name not in opaque:
             value.type.tensor_type.ClearField("shape")

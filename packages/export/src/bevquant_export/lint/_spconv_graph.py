@@ -189,12 +189,7 @@ RULES = tuple(_rule)
 
 
 def check_places(graph: Graph) -> Iterator[Finding]:
-    """Follow grids and sets of voxels from the input on.
-
-    A submanifold conv keeps the voxels of its input. A strided conv creates new ones, determined by
-    the voxels, kernel, stride, padding and dilation. An inverse conv returns to the input voxels of
-    the conv with its rulebook.
-    """
+    """Follow grids and sets of voxels from the input on."""
     points: dict[str, object] = {name: "input" for name in graph.inputs}
     grids: dict[str, list[int]] = {}
     keys: dict[str, tuple[object, Node]] = {}
@@ -216,9 +211,11 @@ def check_places(graph: Graph) -> Iterator[Finding]:
                 back = starts.get(node.text("rulebook") or "")
                 if back is None or back[1] != kernel:
                     yield _nothing_to_invert(node, back is None)
+                # Back to the input voxels of the convolution with the same rulebook.
                 points[made] = ("inverse", node.index) if back is None else back[0]
                 grids[made] = out
                 continue
+            # A submanifold convolution keeps the voxels; others create new ones.
             if node.integer("subm") == 1:
                 points[made] = points.get(source)
             else:

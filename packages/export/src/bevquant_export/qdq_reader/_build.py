@@ -177,15 +177,13 @@ class Builder:
         self.integers[y] = grid
 
     def _activated(self, x: str, grid: Grid) -> str:
-        """The tensor to quantize, behind the ReLU or Clip that a tool left out.
-
-        ONNX Runtime leaves one out that the quantizer's bounds stand for. The integers are the same
-        with it, and the float model is the one that was quantized. Where the float file is unknown,
-        a tensor without negative integers counts as one behind a ReLU.
-        """
+        """The tensor to quantize, behind the ReLU or Clip that a tool left out."""
+        # ONNX Runtime leaves out one that the quantizer's bounds stand for. The integers are the
+        # same with it, and the float model is the one that was quantized.
         op, slots = "Relu", list[Any]([0])
         if self.activations is not None:
             op, slots = self.activations.get(x, ("", slots))
+        # Where the float file is unknown, no negative integers are the sign of a ReLU.
         elif not grid.non_negative:
             op = ""
         if not op or x in self.non_negative or self.makers.get(x, "Relu") in ("Relu", "Clip"):

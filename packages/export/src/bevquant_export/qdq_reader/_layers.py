@@ -143,22 +143,20 @@ def _conv(
 
 
 def _nearest(x: Tensor, size: list[Any] | None, factors: list[float] | None) -> Tensor:
-    """Rows floor(i / s) of each grid axis, divided in float32 as ONNX Runtime does.
-
-    torch multiplies by 1 / s, which gives another row where i / s is nearly whole, and sizes
-    floor(n·s) in float64.
-    """
+    """Rows floor(i / s) of each grid axis, divided in float32 as ONNX Runtime does."""
     axes = list(x.shape[2:])
     if size is not None:
         steps = [out / n for out, n in zip(size, axes, strict=True)]
     else:
         steps = [float(np.float32(factor)) for factor in factors or [1.0] * len(axes)]
         pairs = zip(axes, steps, strict=True)
+        # torch has floor(n·s) in float64.
         size = [math.floor(np.float32(n * s) if isinstance(n, int) else n * s) for n, s in pairs]
     if size == axes:
         return x
     for axis, (n, out, step) in enumerate(zip(axes, size, steps, strict=True), 2):
         if isinstance(n, int) and isinstance(out, int):
+            # torch multiplies by 1 / s, which gives another row where i / s is nearly whole.
             places = np.floor(np.arange(out, dtype=np.float32) / np.float32(step))
             rows = torch.from_numpy(places.clip(max=n - 1).astype(np.int64))
         else:

@@ -67,10 +67,8 @@ def _check_channels(graph: Graph) -> None:
 
 
 def check_rulebooks(graph: Graph) -> None:
-    """Refuse keys shared by convolutions with different pairs, and inverse ones without a partner.
-
-    The engine builds the pairs of a key once, for the first convolution that has it.
-    """
+    """Refuse a key of convolutions with different pairs, and an inverse one without a partner."""
+    # The engine builds the pairs of a key once, for the first convolution that has it.
     first: dict[str, Conv | Pool] = {}
     for node in graph.nodes:
         if not isinstance(node, Conv | Pool):

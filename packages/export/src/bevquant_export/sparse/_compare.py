@@ -145,11 +145,9 @@ def frame_for(
 
 
 def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
-    """Features, coordinates and batch size for a file, from a call's arguments.
-
-    The forward may compute them, from a `batch_dict` or from several arguments: they are the inputs
-    of its first sparse convolution.
-    """
+    """Features, coordinates and batch size for a file, from a call's arguments."""
+    # The forward may compute them, from a `batch_dict` or several arguments: they are the inputs of
+    # its first sparse convolution.
     name = follow(integers).input
     seen: dict[str, Any] = {}
     for step, given, _ in integers.walk(inputs):

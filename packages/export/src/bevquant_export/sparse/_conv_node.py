@@ -243,10 +243,8 @@ class ConvWriter:
 
 
 def _float_range(module: Any, seen: Seen) -> float | None:
-    """Amax of the input of an fp16 layer, as NVIDIA's exporters write it; the engine ignores it.
-
-    The range of its disabled quantizer, else the largest value of all frames.
-    """
+    """The disabled quantizer's amax, else the largest value of all frames; None if not usable."""
+    # NVIDIA's exporters write a range for fp16 layers as well; the engine ignores it.
     amax = getattr(getattr(module, "_input_quantizer", None), "_amax", None)
     largest = seen.largest if amax is None else float(amax.max())
     return largest if 0 < largest < math.inf else None

@@ -225,10 +225,7 @@ def _lowered(proto: Any, opset: int) -> Any:
 
 
 def _drop_part_numbers(graph: Any) -> None:
-    """Splits into equal parts without their number, which earlier sets count from the outputs.
-
-    Set 18 has a smaller last part where the size is no multiple; these keep the number.
-    """
+    """Splits into equal parts without their number, which earlier sets count from the outputs."""
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
     for node in graph.node:
         attributes = {attribute.name: attribute for attribute in node.attribute}
@@ -236,6 +233,7 @@ def _drop_part_numbers(graph: Any) -> None:
             continue
         axis = attributes["axis"].i if "axis" in attributes else 0
         sizes = [shapes[name][axis].dim_value for name in node.output if name in shapes]
+        # Set 18 has a smaller last part where the size is no multiple: such nodes keep the number.
         if len(sizes) == len(node.output) and len(set(sizes)) == 1 and sizes[0]:
             node.attribute.remove(attributes["num_outputs"])
 

@@ -194,11 +194,7 @@ def compared(
 def verified(
     file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
 ) -> QdqFile:
-    """Run the file on `args`; return its description with runtime and differences.
-
-    Every operation reads the integer model's integers; `_departures` has the allowed differences.
-    Choices among equal scores are ONNX's (`StableChoices`).
-    """
+    """Run the file on `args`; return its description with runtime and differences."""
     ran = ""
 
     def run_in(proto: Any, runner: str) -> Any:
@@ -206,8 +202,10 @@ def verified(
         made, ran = any_session(proto, runner, at_once=AT_ONCE)
         return made
 
+    # Among equal scores the model chooses as ONNX does, so that both can be compared.
     with StableChoices() as choices, _run_by_onnxruntime("the example inputs"):
         rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
+    # Every operation has read the integer model's integers, so differences do not accumulate.
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
         raise QdqError(
             f"{met}, when {ran} runs the file on the example inputs{choices.doubt}; "
