@@ -309,6 +309,21 @@ def test_a_sparse_net_loses_less(sparse_nets):
     assert len(result.layers) == 21
 
 
+class Short(nn.Sequential):
+    """Leaves its last layer out of batches of one image."""
+
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](x) if len(x) > 1 else x
+
+
+def test_a_batch_that_leaves_a_layer_out_is_named():
+    images = torch.randn(2, 3, 6, 6)
+    model = four_bits(Short(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)), images)
+    with pytest.raises(ValueError, match="1 is called for the first batch and not for number 1"):
+        round_weights(model, [images, images[:1]])
+
+
 def test_bias_correction_makes_means_equal():
     images = torch.randn(16, 3, 8, 8) + 0.5
     exact = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))

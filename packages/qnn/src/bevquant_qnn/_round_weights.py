@@ -179,8 +179,8 @@ def round_weights(
         Errors of each layer before and now, and the layers that were not changed.
 
     Raises:
-        ValueError: No batches, an unknown rounding, or an input that is not finite; the message
-            names the layer.
+        ValueError: No batches, an unknown rounding, a layer that a later batch does not reach, or
+            an input that is not finite; the message names the layer.
 
     Example:
         >>> import torch
@@ -261,7 +261,13 @@ def _moments(
     sums: list[Any] = [0, 0]
     module = model.get_submodule(path)
     for seed, batch in enumerate(batches):
-        rounded = _patches(module, input_of(module, model, forward, batch), rows, seed)
+        reached = input_of(module, model, forward, batch)
+        if reached is None:
+            raise ValueError(
+                f"round_weights: {path} is called for the first batch and not for number {seed}; "
+                "give batches that run the same layers"
+            )
+        rounded = _patches(module, reached, rows, seed)
         new = (rounded.sum(1), rounded.mT @ rounded)
         sums = [old + add for old, add in zip(sums, new, strict=True)]
         count += rounded.shape[1]
