@@ -203,6 +203,17 @@ def test_folder_that_is_not_there(nets, tmp_path):
         export_sparse_onnx(nets.encoder(), nets.frame(0), tmp_path)
 
 
+@pytest.mark.parametrize("dialect", ["libspconv", "portable"])
+def test_a_model_in_half_precision(nets, tmp_path, dialect):
+    """It was refused for a conversion, or for quantizers of 8 bits."""
+    model = nets.encoder().half()
+    features, coords, batch_size = nets.frame(0)
+    with pytest.raises(ValueError, match=r"is torch.float16; expected float32.*model.float\(\)"):
+        export_sparse_onnx(
+            model, (features.half(), coords, batch_size), tmp_path / "a.onnx", dialect=dialect
+        )
+
+
 def test_not_a_module(tmp_path):
     with pytest.raises(TypeError, match="expected a module, got dict"):
         export_sparse_onnx({}, (), tmp_path / "a.onnx")
