@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 
 import pytest
 import torch
@@ -124,10 +125,20 @@ def test_channel_mismatch_names_both():
         )
 
 
+@pytest.mark.parametrize(("value", "eps"), [(-1.0, 1e-3), (math.nan, 1e-3), (0.0, 0.0)])
+def test_variances_that_make_no_scale(value, eps):
+    """The weights were NaN or infinite in silence."""
+    var = torch.tensor([1.0, value, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"batch norm var has a value .*must be positive"):
+        fuse_conv_bn_weights(torch.randn(4, 3, 1), None, torch.ones(4), var, eps, None, None)
+
+
 def test_what_is_no_tensor_is_named():
     one = torch.ones(1)
     # These tests check annotations as well; users' calls are not so checked.
     fold, fold_linear = map(inspect.unwrap, (fuse_conv_bn_weights, fuse_linear_bn_weights))
+    with pytest.raises(TypeError, match="the layer's weight: expected floating-point numbers"):
+        fold(torch.ones(1, 1, 1, dtype=torch.int8), None, one, one, 0.1, None, None)
     for place, name in enumerate(("weight", "bias", "running mean", "running variance")):
         given = [torch.ones(1, 1, 1), None, one, one, 0.0, None, None]
         given[place] = "ones"

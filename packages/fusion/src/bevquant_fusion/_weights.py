@@ -37,6 +37,8 @@ def check_tensors(weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta:
     for name, value in {**needed, **given}.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+        if not value.is_floating_point():
+            raise TypeError(f"{name}: expected floating-point numbers, got {value.dtype}")
 
 
 def scale_and_bias(
@@ -64,6 +66,11 @@ def scale_and_bias(
             "channels"
         )
 
+    if not var.is_meta and not (_exact(var, device) + eps > 0).all():
+        raise ValueError(
+            f"batch norm var has a value {var[~(_exact(var, var.device) + eps > 0)][0]:.4g}, and "
+            f"var + eps must be positive (eps={eps}); load a checkpoint with running statistics"
+        )
     scale = scale_of(mean.to(device), var, eps, gamma, beta)
     mean = _exact(mean, device)
     shifted = (-mean if bias is None else _exact(bias, device) - mean) * scale
