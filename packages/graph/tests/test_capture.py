@@ -336,6 +336,55 @@ class Within(nn.Module):
         return self.attention(tokens, tokens if self.own else x)  # type: ignore[no-any-return]
 
 
+class Sums(nn.Module):
+    """Attention between two tensors that the forward makes of one."""
+
+    def __init__(self, make: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.attention, self.make = Attends(), make
+        self.position, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(*self.make(self, x.relu()))  # type: ignore[no-any-return]
+
+
+def written(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    first = x + net.position
+    row = x[0]
+    row += 1
+    return first, x + net.position
+
+
+@pytest.mark.parametrize(
+    ("make", "are_equal"),
+    [
+        (lambda net, x: (x + net.position, x + net.position), True),
+        (lambda net, x: (x + net.position, x + net.other), True),  # equal parameters
+        (lambda net, x: (torch.cat([x, x]).mT.mT, torch.cat([x, x]).mT.mT), True),
+        (lambda net, x: (x + 0.5, x + 0.6), False),
+        (lambda net, x: (x + net.position, x), False),
+        (lambda net, x: (x + torch.zeros(4), x - torch.zeros(4)), False),
+        (written, False),
+    ],
+)
+def test_equal_operations_on_equal_operands_are_equal(make: Any, are_equal: bool) -> None:
+    net, x = Sums(make), image(5, 4)
+    graph = capture(net, x)
+    assert bool(graph.opaque) is not are_equal
+    assert not graph.decided
+    assert torch.equal(graph.replay(3 * x), net(3 * x))
+
+
+def test_equal_parameters_must_stay_equal() -> None:
+    net, x = Sums(lambda net, x: (x + net.position, x + net.other)), image(5, 4)  # type: ignore
+    graph = capture(net, x)
+    with torch.no_grad():
+        net.other.fill_(2)
+    with pytest.raises(ValueError, match="other"):
+        graph.replay(x)
+    assert torch.equal(capture(net, x).replay(x), net(x))
+
+
 class Selects(nn.Module):
     """Work on the selected rows, if there are some, and on a flag of all of them."""
 

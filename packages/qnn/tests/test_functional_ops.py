@@ -507,3 +507,32 @@ def test_forwards_without_self_are_quantized_as_others(kind):
         calibrate(made, [(x,)])
         assert not torch.equal(made(x), net(x))
         torch.testing.assert_close(made(x), net(x), atol=0.1, rtol=0)
+
+
+class Attends(nn.Module):
+    """Cross attention in a copy of torch 1's, which asks whether key and value are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.place = nn.Conv2d(3, 8, 3), nn.Conv2d(2, 8, 1)
+        self.both, self.key, self.value = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def placed(self, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return x + place
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        memory = self.stem(x).flatten(2).mT
+        place = self.place(places).flatten(2).mT
+        key, value = self.placed(memory, place), self.placed(memory, place)
+        same = torch.equal(key, value)
+        k, v = self.both(key).chunk(2, -1) if same else (self.key(key), self.value(value))
+        return (k @ k.mT).softmax(-1) @ v, same
+
+
+def test_sums_that_a_forward_compares_have_one_quantizer() -> None:
+    model = Attends().eval()
+    x = torch.randn(2, 3, 6, 6), torch.randn(2, 2, 4, 4)
+    result = qnn.quantize_model(model, example_inputs=x)
+    assert [m.path for m in result.quantized if "quantizer" in m.path] == ["residual_quantizer"]
+    calibrate(result.model, [x])
+    assert result.model(*x)[1]

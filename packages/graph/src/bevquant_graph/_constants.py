@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._arrays import torch_call
 from ._asserted import passing
+from ._equal_values import equal_constants, node_of
 from ._operators import OPERATORS, op_spec
 
 _aten = torch.ops.aten
@@ -143,6 +144,8 @@ class Constants(TorchFunctionMode):
             one, two = args
             if one is two or one.shape != two.shape:
                 return one is two
+            if self._are_equal(one, two):
+                return True
         if name == "squeeze":
             _fix_squeezed(*args, **kwargs)
         if name in _INDEXED:
@@ -193,6 +196,18 @@ class Constants(TorchFunctionMode):
         elif name in _MADE and _is_small(made) and not any(map(_is_open, leaves)):
             self._note_made(made, func, args, kwargs)
         return made
+
+    def _are_equal(self, one: Tensor, two: Tensor) -> bool:
+        """Whether two tensors have the same values in every frame."""
+        node, other = node_of(one), node_of(two)
+        if node is None or other is None:
+            return False
+        known = {node_of(value): (value, real) for value, real in self._known.values()}
+        with _disable_current_modes():
+            found = equal_constants(node, other, lambda n: known.get(n, (None, None))[1])
+        if found is not None:
+            self._take(self._origins(known[n][0] for n in found))
+        return found is not None
 
     def _origins(self, tensors: Iterable[Tensor]) -> frozenset[str]:
         return frozenset().union(*(self._origin.get(id(value), ()) for value in tensors))

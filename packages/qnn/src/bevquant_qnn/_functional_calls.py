@@ -88,7 +88,10 @@ Plan = tuple[CallSite, ...]
 
 
 class FunctionalCall(NamedTuple):
-    """An operation that was seen: by which module, in which call of it, where, the how many-th."""
+    """An operation that was seen: by which module, in which call of it, where, the how many-th.
+
+    `again` is site and occurrence of an earlier addition of the same two tensors in this call.
+    """
 
     module: nn.Module
     call: int
@@ -101,6 +104,7 @@ class FunctionalCall(NamedTuple):
     product: Product | None = None
     # Whether an operand has infinite values, as a mask of an attention.
     masks: bool = False
+    again: tuple[Site, int] | None = None
 
 
 @dataclass(eq=False)
@@ -131,6 +135,7 @@ class _FunctionalMode(TorchFunctionMode):
         self.children = children
         held = any(isinstance(child, HeldWeight) for child in children.values())
         self.functions = _ALL if held or note is not None else _JOINS
+        self.sums: dict[Any, tuple[Any, Site, int]] = {}  # with the operands, whose ids are keys
         if note is not None:
             self.call = note.calls[module]
             note.calls[module] += 1
@@ -165,6 +170,7 @@ class _FunctionalMode(TorchFunctionMode):
                     self.module, self.call, kind, site, occurrence, lines, inplace,
                     target is not None, product and product._replace(x=None),
                     _masks(_operands(args, kwargs) if kind == "cat" else args),
+                    None if inplace or kind != "add" else self.added_before(args, site, occurrence),
                 )
             )  # fmt: skip
             if inplace and (self.module, site) in self.note.apart:
@@ -186,6 +192,14 @@ class _FunctionalMode(TorchFunctionMode):
             return args[0].copy_(torch.add(child(args[0].clone()), *args[1:]))
         operands = [child(a) if i == target.operand else a for i, a in enumerate(args)]
         return func(*operands, **kwargs)
+
+    def added_before(
+        self, args: tuple[Any, ...], site: Site, occurrence: int
+    ) -> tuple[Site, int] | None:
+        """Where the same two tensors were added before; None where they were not."""
+        states = [(id(a), 0 if a.is_inference() else a._version) for a in args]
+        first = self.sums.setdefault(tuple(states), (args, site, occurrence))
+        return None if first[1:] == (site, occurrence) else first[1:]
 
     def product(self, child: HeldWeight, product: Product, planned: CallSite | None) -> Any:
         """Output of a product's layer, if the product is still that layer's."""

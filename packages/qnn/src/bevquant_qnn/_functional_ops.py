@@ -45,6 +45,9 @@ class FunctionalOp:
     product: Product | None = None
     # It adds or concatenates infinite values, as those of a mask.
     masks: bool = False
+    # Site and occurrence of an earlier addition of the same two tensors, of which this one is no
+    # step of its own: attention asks whether key and value are equal, and reads one of them.
+    again: tuple[Site, int] | None = None
 
     @property
     def operands(self) -> list[object]:
@@ -193,7 +196,7 @@ class _Placer:
             # One child would serve every call.
             if self._bare and op.steps.lengths[self._module] > 1:
                 self._pass_over(op, "is that of a module which is called several times")
-            elif not op.planned:
+            elif not op.planned and op.again is None:
                 # Later calls share the child of the first one.
                 first.setdefault((op.site, op.occurrence), op)
         for op in first.values():
@@ -207,6 +210,9 @@ class _Placer:
                 self._concat(op)
             elif op.kind == "sample" and self._config.quantize_sample:
                 self._sample(op)
+        for op in self._functional_ops:  # equal sums stay equal
+            if op.again in self._targets:
+                self._targets[op.site, op.occurrence] = self._targets[op.again]
         if self._targets:
             # The author's forward and names stay.
             self._module.__class__ = functional_class(type(self._module), self._plan())

@@ -273,9 +273,11 @@ def _matched(steps: Steps, recorder: Recorder) -> list[tuple[FunctionalOp, Funct
         events[next((k for k in keys if k in nodes), keys[0])].append(event)
         whole[call, event.kind].append(event)
     where: dict[int, fx.Node] = {}
-    for key, seen in events.items():
-        if len(seen) == len(nodes[key]):
-            where |= {id(e): n for e, n in zip(seen, nodes[key], strict=True)}
+    for key, every in events.items():
+        for seen in (every, [e for e in every if e.again is None]):
+            if len(seen) == len(nodes[key]):
+                where |= {id(e): n for e, n in zip(seen, nodes[key], strict=True)}
+                break
     # A forward under another name has no line in the graph.
     for of_call, seen in whole.items():
         if len(seen) == len(all_nodes[of_call]) and not all(id(e) in where for e in seen):
@@ -285,6 +287,7 @@ def _matched(steps: Steps, recorder: Recorder) -> list[tuple[FunctionalOp, Funct
             FunctionalOp(
                 Call(e.module, e.call), e.kind, e.site, e.occurrence, steps, where.get(id(e)),
                 e.planned, product=e.product, masks=e.masks,
+                again=None if id(e) in where else e.again,
             ),
             e,
         )
