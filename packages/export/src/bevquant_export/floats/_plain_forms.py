@@ -29,6 +29,7 @@
 - ``amax`` and ``amin`` of a whole tensor: of the axes by number. ``aminmax``: by these two.
 - ``segment_reduce`` along the first axis, between offsets: a scatter to the numbers of the
   segments, the running sum of ones at their starts.
+- ``topk(sorted=False)``: in order. torch leaves the order open, and each runtime takes another.
 - ``view(dtype)`` of integers: bytes by division, integers by the sum of bytes · 256ⁱ, the least
   byte first; the sign is the last byte's.
 - ``nan_to_num(x)``: values not equal to themselves are replaced, the rest is clipped.
@@ -75,7 +76,7 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
         "max": partial(_of_flags, torch.max), "min": partial(_of_flags, torch.min),
         "amax": partial(_extreme, torch.amax), "amin": partial(_extreme, torch.amin),
-        "aminmax": _extremes,
+        "aminmax": _extremes, "topk": _topk,
         "copysign": _copysign, "rrelu": _rrelu, "reshape": _bits, "segment_reduce": _segments,
         **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
     }  # fmt: skip
@@ -136,6 +137,10 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
 def _known_of(choose: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     """The one of two that is a number, or the one that is chosen."""
     return torch.where(x != x, y, torch.where(y != y, x, choose(x, y)))
+
+
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    return None if sorted else torch.topk(x, k, dim, largest)
 
 
 def _copysign(x: Tensor, y: Any) -> Tensor:
