@@ -54,6 +54,13 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "places in lists": lambda x: torch.searchsorted(x.sort(-1)[0], x.round(), side="right") + x,
     "distances": lambda x: torch.cdist(x[:, 0], x[:, 1]) + torch.cdist(x[:, 2], x[:, 3], 1.0),
     "other distances": lambda x: torch.cdist(x, x + 1, math.inf) + torch.cdist(x, x + 2, 3.0),
+    "antialiased": lambda x: F.interpolate(x, (4, 9), mode="bilinear", antialias=True),
+    "antialiased, corners": lambda x: F.interpolate(
+        x, (3, 9), mode="bilinear", antialias=True, align_corners=True
+    ),
+    "antialiased, bicubic": lambda x: F.interpolate(
+        x, scale_factor=0.6, mode="bicubic", antialias=True
+    ),
     "einsum of three": lambda x: torch.einsum("bchw,bdhv,bdwv->bcd", x, x.sin(), x.cos()),
     "signs": lambda x: torch.copysign(x.exp(), x) + torch.copysign(x, -1.0),
     "corner": lambda x: x.tril(-1) + 2 * x.triu(2),

@@ -23,6 +23,8 @@ Computations along an axis without an operator: ranks, positions in a list, prod
   those equal to it. ``torch`` puts NaN after all of them.
 - ``cumprod``: x[i] ← x[i] · x[i − s] for s = 1, 2, 4, …: log₂ n products, in another order than
   torch's, so that last bits may differ.
+- ``interpolate(antialias=True)``: a product of matrices for each of the two axes. A row of them has
+  the filter's value at each place of x, over their sum; the filter is as wide as the step.
 - ``cdist``: (Σ |a − b|ᵖ)^(1/p) of all pairs of rows; torch has a product of matrices for p = 2 and
   many rows, which loses digits of small distances.
 """
@@ -280,8 +282,49 @@ def _cdist(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: Any = None) -> Te
     return (apart * apart).sum(-1).sqrt() if p == 2 else (apart**p).sum(-1) ** (1 / p)
 
 
+def _antialiased(
+    weight: Callable[[Tensor], Tensor], x: Tensor, size: Any, corners: bool, *scales: Any
+) -> Tensor:
+    given = scales[0] if scales and isinstance(scales[0], list | tuple) else scales
+    factors = [*given, None, None][:2]
+    if size is None:
+        size = [int(n * factor) for n, factor in zip(x.shape[2:], factors, strict=True)]
+    rows, columns = (
+        _shares(weight, x, *sizes, corners)
+        for sizes in zip(x.shape[2:], size, factors, strict=True)
+    )
+    return rows @ x @ columns.mT
+
+
+def _shares(
+    weight: Callable[[Tensor], Tensor], x: Tensor, n: int, m: int, factor: Any, corners: bool
+) -> Tensor:
+    """Shares ``[m, n]`` of n values in m results; places as in torch, also with aligned corners."""
+    if corners:
+        step = (n - 1) / (m - 1) if m > 1 else 0.0
+    else:
+        step = 1 / factor if factor else n / m
+    centers, places = (
+        torch.arange(count, dtype=x.dtype, device=x.device) + 0.5 for count in (m, n)
+    )
+    found = weight((places - step * centers[:, None]).abs() / max(step, 1.0))
+    return found / found.sum(1, keepdim=True)
+
+
+def _triangle(away: Tensor) -> Tensor:
+    return (1 - away).clamp(min=0)
+
+
+def _cubic(away: Tensor) -> Tensor:
+    """Keys' filter with a = −1/2, as torch's for antialiasing."""
+    near, far = (1.5 * away - 2.5) * away * away + 1, ((2.5 - 0.5 * away) * away - 4) * away + 2
+    return torch.where(away < 1, near, torch.where(away < 2, far, 0.0))
+
+
 AXIS_FORMS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
+        "_upsample_bilinear2d_aa": partial(_antialiased, _triangle),
+        "_upsample_bicubic2d_aa": partial(_antialiased, _cubic),
         "kthvalue": _kthvalue, "median": _median, "searchsorted": _searchsorted,
         "bucketize": lambda x, line, **how: _searchsorted(line, x, **how), "cumprod": _cumprod,
         "cdist": _cdist,
