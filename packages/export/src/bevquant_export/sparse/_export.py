@@ -141,12 +141,12 @@ def export_sparse_onnx(
     if isinstance(model, IntegerModel):
         rounded, integers = _source_of(model), model
     elif isinstance(model, nn.Module):
-        for name, value in model.named_parameters():
-            if value.dtype in (torch.float16, torch.bfloat16):
+        for called, parameter in model.named_parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
-                    f"export_sparse_onnx: parameter {name} is {value.dtype}; expected float32. "
-                    "Call model.float() before it is quantized and calibrated; the file rounds to "
-                    "float16 by itself"
+                    f"export_sparse_onnx: parameter {called} is {parameter.dtype}; expected "
+                    "float32. Call model.float() before it is quantized and calibrated; the file "
+                    "rounds to float16 by itself"
                 )
         rounded = with_half_constants(model)
         integers = simulate(rounded, example_inputs, verify=verify)
