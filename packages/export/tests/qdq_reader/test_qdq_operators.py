@@ -220,6 +220,14 @@ def test_nearest_rows_are_those_of_onnx_runtime(height: Any, tmp_path: Path) -> 
         assert np.array_equal(model(torch.from_numpy(values)).numpy(), wanted)
 
 
+def test_nodes_in_any_order(tmp_path: Path) -> None:
+    """Converters to float16 append their casts, and ONNX Runtime sorts nodes."""
+    graph = Graph()
+    y = layer(graph, graph.pair("x", 0.02, 117, "uint8"))
+    graph.nodes.reverse()
+    same_as_file(graph.save(tmp_path / "reversed.onnx", {"x": SHAPE}, [y]))
+
+
 def test_operators_of_later_sets(tmp_path: Path) -> None:
     graph = Graph(opset=24)
     x = graph.pair("x", 0.02, 117, "uint8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,30 @@ def _normalized(proto: Any, path: Path) -> Any:
             f"load_qdq_onnx: {path.name} is of operator set {versions}; expected 11 to 26. "
             "Convert it with onnx.version_converter.convert_version(model, 21)"
         )
-    return inline_local_functions(proto) if proto.functions else proto
+    proto = inline_local_functions(proto) if proto.functions else proto
+    _sort(proto.graph)
+    return proto
+
+
+def _sort(graph: Any) -> None:
+    """Put nodes in order of execution, which ONNX Runtime does too."""
+    waiting = list(graph.node)
+    coming = Counter(name for node in waiting for name in node.output)
+    nodes: list[Any] = []
+    while waiting:
+        later = []
+        for node in waiting:
+            if any(coming[name] for name in node.input if name):
+                later.append(node)
+            else:
+                nodes.append(node)
+                coming.subtract(node.output)
+        if len(later) == len(waiting):  # a cycle
+            return
+        waiting = later
+    if any(a is not b for a, b in zip(nodes, graph.node, strict=True)):
+        del graph.node[:]
+        graph.node.extend(nodes)
 
 
 def _example(builder: Builder, given: Any, where: str) -> tuple[Any, ...] | dict[str, Any]:
