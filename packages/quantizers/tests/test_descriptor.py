@@ -36,6 +36,9 @@ def test_amax_forms():
     [
         ({"num_bits": "8"}, TypeError, "num_bits"),
         ({"num_bits": -1}, ValueError, ">= 0"),
+        ({"num_bits": 1}, ValueError, "no positive integer"),
+        ({"amax": float("nan")}, ValueError, "numbers that float32 holds"),
+        ({"amax": [1.0, float("inf")]}, ValueError, "numbers that float32 holds"),
         ({"name": 3}, TypeError, "name"),
         ({"amax": "1"}, TypeError, "amax must be float, list or ndarray"),
         ({"axis": 0, "learn_amax": True}, TypeError, "axis"),

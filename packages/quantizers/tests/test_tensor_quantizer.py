@@ -462,6 +462,9 @@ def test_state_dict_errors():
         quantizer.load_state_dict({})
     with pytest.raises(RuntimeError, match="size mismatch"):
         quantizer.load_state_dict({"_amax": torch.ones(3)})
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"0\._amax: expected finite numbers, got"):
+            nn.Sequential(TensorQuantizer()).load_state_dict({"0._amax": torch.tensor(number)})
 
 
 def test_copies_are_independent():

@@ -66,8 +66,8 @@ class ScaledQuantDescriptor:
         TypeError: `num_bits` is no int or pair, `name` no string, `amax` neither float, list nor
             array, `axis` no axes, `scale_amax` no number, an unknown keyword, or `axis` together
             with `learn_amax`.
-        ValueError: `num_bits` is negative, above 32 or another pair, `unsigned` with FP8, or `amax`
-            holds no numbers.
+        ValueError: `num_bits` is negative, above 32 or another pair, 1 without `unsigned`,
+            `unsigned` with FP8, or `amax` holds no finite numbers.
 
     Examples:
         >>> str(ScaledQuantDescriptor(8, axis=0))
@@ -100,6 +100,8 @@ class ScaledQuantDescriptor:
                 amax = np.array(amax, dtype=np.float32)
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"amax must be numbers that float32 holds: {error}") from error
+            if not np.isfinite(amax).all():
+                raise ValueError(f"amax must be numbers that float32 holds, got {values['amax']}")
         axis, factor = values["axis"], values["scale_amax"]
         axes = axis if isinstance(axis, list | tuple) else [] if axis is None else [axis]
         if any(not isinstance(a, int) for a in axes):

@@ -113,7 +113,7 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Tr
 
     Raises:
         TypeError: `num_bits` is of another type.
-        ValueError: `num_bits` is none of these, or a float is unsigned.
+        ValueError: `num_bits` is none of these, 1 with a sign, or a float is unsigned.
 
     Examples:
         >>> format_of(8).low, format_of(8, narrow_range=False).low, format_of(4, unsigned=True).high
@@ -133,6 +133,10 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Tr
         dtype = _FLOATS[num_bits]
         high = torch.finfo(dtype).max
         return Format(f"fp8_e{exponent}m{mantissa}", num_bits, -high, high, dtype)
+    if num_bits == 1 and not unsigned:
+        raise ValueError(
+            "num_bits=1 with a sign has no positive integer; expected 2 or more, or unsigned=True"
+        )
     top = 2.0 ** (num_bits - 1 + bool(unsigned)) - 1.0
     low = 0.0 if unsigned else -top if narrow_range else -top - 1.0
     return Format(f"{'u' * bool(unsigned)}int{num_bits}", num_bits, low, top)

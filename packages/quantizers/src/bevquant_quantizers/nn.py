@@ -468,6 +468,11 @@ class TensorQuantizer(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         saved = state_dict.get(prefix + "_amax")
+        if isinstance(saved, Tensor) and not saved.is_meta and not saved.isfinite().all():
+            raise ValueError(
+                f"{prefix}_amax: expected finite numbers, got {saved.flatten()[:4].tolist()}; "
+                "calibrate with values that are no NaN and not infinite, and save again"
+            )
         if saved is not None and self.amax is None:
             where = self.clip.clip_value_max.device if self._learn_amax else saved.device
             with torch.inference_mode(False):
