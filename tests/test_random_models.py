@@ -15,7 +15,8 @@ from random_models.flow import KINDS, Found, run, smallest, targets_of
 from random_models.session import chosen, table
 from torch import nn
 
-SEEDS = {"dense": range(6), "sparse": range(8), "hybrid": range(1, 9)}
+# The fewest of the first ones that have all kinds of steps between them.
+SEEDS = {"dense": (0, 2, 3, 5), "sparse": (0, 1, 4), "hybrid": (1, 3, 4, 5, 6, 7)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

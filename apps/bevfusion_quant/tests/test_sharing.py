@@ -18,7 +18,6 @@ from torch import nn
 from bevfusion.model import (
     CONFIGS,
     PART_PATHS,
-    PARTS,
     Batch,
     BEVFusion,
     build_model,
@@ -142,7 +141,7 @@ def test_every_layer_is_quantized_or_has_a_reason(quantized: QuantizeResult) -> 
     assert not any("not followed" in reason for reason in notes.values())
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["lidar", "head"])  # all of them: test_branches.py
 def test_one_part_can_be_chosen(fused: tuple[BEVFusion, Batch], part: str) -> None:
     model, batch = fused
     config = QuantConfig(exclude=model.paths_outside((part,)))
