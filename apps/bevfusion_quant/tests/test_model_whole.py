@@ -236,7 +236,7 @@ def test_random_weights_repeat(filled: tuple[BEVFusion, Batch]) -> None:
 
 def test_folding_changes_no_stage_in_float64() -> None:
     model = build_model(TINY)
-    batch = model_batch(model, TINY, cameras=2)
+    batch = model_batch(model, TINY)
     random_weights(model, *batch, seed=2)
     model, batch = model.double(), doubled(batch)
     result = fuse_model(model, batch)

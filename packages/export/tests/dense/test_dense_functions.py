@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,16 +82,35 @@ class Behind(nn.Module):
         return self.function(self.conv(x))
 
 
-@pytest.mark.parametrize("name", FLOATS)
+class Beside(nn.Module):
+    """Several of them beside each other, each with a convolution of its own."""
+
+    def __init__(self, functions: list[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(Behind, functions))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [part(x) for part in self.parts]
+
+
+def same(names: list[str], made: Iterable[Tensor], wanted: list[Tensor]) -> None:
+    for name, one, want in zip(names, made, wanted, strict=True):
+        torch.testing.assert_close(
+            one, want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+# In one net, most of whose time goes into following and comparing it.
+@pytest.mark.parametrize("names", [[*FLOATS][i::5] for i in range(5)], ids=", ".join)
 def test_functions_of_floats_are_torchs(
-    name: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+    names: list[str], calibrated: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
     x = torch.randn(2, 4, 6, 6)
-    model = calibrated(Behind(FLOATS[name]), x)
+    model = calibrated(Beside([FLOATS[name] for name in names]), x)
     want = simulate(model, x)(x)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
-    (made,), _ = run(file, x, optimised=False)
-    torch.testing.assert_close(made, want, rtol=1e-4, atol=1e-5)
+    made, _ = run(file, x, optimised=False)
+    same(names, made, want)
     export_qdq_onnx(model, x, tmp_path / "mapper.onnx", "horizon")
 
 
@@ -263,31 +282,38 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-NEWER = {name: 16 for name in OTHERS if name.startswith("grid_sample")}  # than operator set 13
+# Newer than operator set 13, or of sizes that values decide: each alone.
+NEWER = {name: 16 for name in OTHERS if name.startswith("grid_sample")}
+ALONE = [*NEWER, "painted by a mask of values", "rows that a value chooses"]
+TOGETHER = [name for name in OTHERS if name not in ALONE]
+nets = pytest.mark.parametrize(
+    "names", [[name] for name in ALONE] + [TOGETHER[i::5] for i in range(5)], ids=", ".join
+)
 
 
 @pytest.fixture
 def behind(calibrated: Fixture, once: Fixture) -> Fixture:
-    """A calibrated net with one of `OTHERS`, the integer model of it, and their input."""
+    """A calibrated net with some of `OTHERS`, the integer model of it, and their input."""
 
-    def make(name: str) -> Any:
+    def make(names: list[str]) -> Any:
         x = torch.randn(2, 4, 6, 6)
-        model = calibrated(Behind(OTHERS[name]), x, quantize_sample=False)
+        net = Beside([OTHERS[name] for name in names])
+        model = calibrated(net, x, quantize_sample=False)
         return model, simulate(model, x), x
 
-    return lambda name: once(name, lambda: make(name))
+    return lambda names: once(str(names), lambda: make(names))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@nets
 def test_what_is_not_on_the_list_has_torchs_own_form(
-    name: str, behind: Fixture, run: Fixture, tmp_path: Path
+    names: list[str], behind: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
-    model, integer, x = behind(name)
+    model, integer, x = behind(names)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
-    assert file.opset == NEWER.get(name, 13)
+    assert file.opset == NEWER.get(names[0], 13)
     assert not [f for f in lint_onnx(file.path, "tensorrt") if f.severity == "error"]
-    (made,), _ = run(file, x, optimised=False)
-    torch.testing.assert_close(made, integer(x), rtol=1e-4, atol=1e-5)
+    made, _ = run(file, x, optimised=False)
+    same(names, made, integer(x))
 
 
 def test_numbers_of_float64_stay_such_and_the_linter_names_them(
@@ -301,14 +327,16 @@ def test_numbers_of_float64_stay_such_and_the_linter_names_them(
     torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_mappers_operator_set_has_it_too(name: str, behind: Fixture, tmp_path: Path) -> None:
-    (model, integer, x), path = behind(name), tmp_path / "a.onnx"
+@nets
+def test_the_mappers_operator_set_has_it_too(
+    names: list[str], behind: Fixture, tmp_path: Path
+) -> None:
+    (model, integer, x), path = behind(names), tmp_path / "a.onnx"
     assert export_qdq_onnx(model, x, path, "horizon").opset == 11
     assert not [f for f in lint_onnx(path, "horizon") if f.id == "HRZ002"]
     session = onnxruntime.InferenceSession(lift_horizon_onnx(path).SerializeToString())
-    (made,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(made), integer(x), rtol=1e-4, atol=1e-5)
+    made = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    same(names, map(torch.from_numpy, made), integer(x))
 
 
 def test_the_form_of_one_call_takes_any_batch(

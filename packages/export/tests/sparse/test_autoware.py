@@ -309,10 +309,14 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def right(nets, tmp_path_factory):
+    return written(nets, tmp_path_factory.mktemp("right") / "a.onnx", rulebook_inputs=True)
+
+
 @pytest.mark.parametrize("rule", DAMAGE)
-def test_each_rule_is_found_where_it_is_broken(nets, rule, tmp_path):
-    file = written(nets, tmp_path / "a.onnx", rulebook_inputs=True)
-    model = onnx.load(file.path)
+def test_each_rule_is_found_where_it_is_broken(right, rule, tmp_path):
+    model = onnx.load(right.path)
     DAMAGE[rule](model)
     onnx.save(model, tmp_path / "b.onnx")
     found = lint_onnx(tmp_path / "b.onnx", "autoware")
