@@ -26,6 +26,7 @@ from bevquant_qnn._followed_ranges import (
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._layer_row import LayerRow, layer_table
 from bevquant_qnn._lockstep import Leader, lead
+from bevquant_qnn._matmul import QuantAttention, QuantMatmul
 from bevquant_qnn._pair_sums import Gap, PairSums, gap
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
@@ -85,6 +86,7 @@ __all__ = [
     "QuantAdaptiveAvgPool2d",
     "QuantAdaptiveAvgPool3d",
     "QuantAdd",
+    "QuantAttention",
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
@@ -97,6 +99,7 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantConvTranspose3d",
     "QuantLinear",
+    "QuantMatmul",
     "QuantMaxPool1d",
     "QuantMaxPool2d",
     "QuantMaxPool3d",

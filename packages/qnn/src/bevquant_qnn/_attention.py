@@ -1,4 +1,4 @@
-"""torch's multi-head attention with quantized projections; the attention itself stays float."""
+"""torch's multi-head attention with quantized projections, and with quantized products if asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bevquant_graph import own_code
 from bevquant_qnn._conv import QuantLinear
-from bevquant_qnn._takeover import no_source, take_over
+from bevquant_qnn._matmul import QuantAttention
+from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor
 
 
@@ -70,7 +71,8 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
     .. math:: \operatorname{softmax}\Bigl(\tfrac{q k^T}{\sqrt{d}} + m\Bigr)\, v,
               \quad q = fq(x_q)\,fq(W_q)^T + b_q, \; …
 
-    Arguments, results and state-dict keys are those of torch; products of activations stay float.
+    Arguments, results and state-dict keys are those of torch; products of activations stay float,
+    or are those of a `QuantAttention`, ``quant_attention``.
     Torch's fused forms, which read the weights past the quantizers, are not used. Where q, k and v
     are projections of one tensor, `quantize_model` gives them one quantizer.
 
@@ -90,6 +92,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         quant_desc_input: QuantDescriptor | None = None,
         quant_desc_weight: QuantDescriptor | None = None,
         quantize_out: bool = True,
+        quantize_matmul: bool = False,
     ) -> Self:
         """Return the quantized form of a float attention, holding its own parameters.
 
@@ -98,6 +101,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
             quant_desc_input: Descriptor of the input quantizers; 8 bit per tensor by default.
             quant_desc_weight: Descriptor of the weight quantizers; 8 bit per output channel.
             quantize_out: Whether ``out_proj`` is quantized, too.
+            quantize_matmul: Whether both products of the attention are.
 
         Raises:
             TypeError: `module` is none, or has code of its own.
@@ -120,6 +124,10 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
             made.add_module(f"{name}_proj", QuantProjection(made, name, **settings))
         if quantize_out:
             made.add_module("out_proj", QuantLinear.from_float(made.out_proj, **settings))
+        if quantize_matmul:
+            attach_quantizer(
+                made, "quant_attention", QuantAttention(quant_desc_input=quant_desc_input)
+            )
         return made
 
     def forward(
@@ -154,16 +162,22 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         mask = self._mask(attn_mask, key_padding_mask, k.shape[2] - key.shape[1], q)
         dropout = self.dropout if self.training else 0.0
         weights = None
-        if need_weights:
+        attention: Any = self._modules.get("quant_attention")
+        if attention is not None:
+            made, weights = attention.attend(q, k, v, mask, dropout)
+        elif need_weights:
             # As torch does it: the queries are scaled, not the products.
             weights = q * math.sqrt(1 / self.head_dim) @ k.transpose(-2, -1)
             weights = torch.softmax(weights if mask is None else weights + mask, dim=-1)
             weights = F.dropout(weights, dropout) if dropout else weights
             made = weights @ v
+        else:
+            made = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        if weights is not None and need_weights:
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
         else:
-            made = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+            weights = None
         made = self.out_proj(made.transpose(1, 2).flatten(2))
         if not batched:
             return made.squeeze(0), weights

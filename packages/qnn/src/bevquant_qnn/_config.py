@@ -43,6 +43,10 @@ class QuantConfig:
         quantize_add: Quantize residual additions.
         quantize_concat: Quantize concatenations of feature maps.
         quantize_sample: Quantize what `grid_sample` and deformable attention sample.
+        quantize_matmul: Quantize both operands of products of two activations: `matmul`, `bmm`,
+            `einsum`, `scaled_dot_product_attention` and torch's multi-head attention. Off, as
+            attention in float16 is one kernel of TensorRT, too, and loses nothing. Needs example
+            inputs.
         quantize_pool: Replace max, average and adaptive average pooling.
         quantize_linear: Replace fully connected layers.
         quantize_first_layer: False leaves the first convolution or linear layer float, in the
@@ -70,6 +74,7 @@ class QuantConfig:
     quantize_add: bool = True
     quantize_concat: bool = True
     quantize_sample: bool = True
+    quantize_matmul: bool = False
     quantize_pool: bool = True
     quantize_linear: bool = True
     quantize_first_layer: bool = True

@@ -34,7 +34,7 @@ def float_layers(
     applied = {id(tensor) for m in held for tensor in m.held}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
-        if isinstance(module, QuantMultiheadAttention):
+        if isinstance(module, QuantMultiheadAttention) and "quant_attention" not in module._modules:
             yield SkippedModule(path, _ATTENTION)
         if (
             is_quantized(module)

@@ -12,6 +12,7 @@ from bevquant_graph import OPAQUE
 from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._functional_calls import Target
 from bevquant_qnn._functional_ops import Followed, FunctionalOp
+from bevquant_qnn._matmul import QuantAttention, QuantMatmul
 from bevquant_qnn._steps import Steps, is_batch_norm, is_library_module, is_quantized
 from bevquant_quantizers import TensorQuantizer
 
@@ -113,6 +114,9 @@ class _Reader:
             quantizer = _input_quantizer(module)
             if not entering or quantizer is None:
                 continue
+            if isinstance(module, QuantMatmul):
+                self.factors(module, steps, _operands(node), node)
+                continue
             if not isinstance(module, QuantAdd | QuantConcat):
                 if (steps, call) in self.entered:
                     continue  # a sparse convolution may add another tensor after its own product
@@ -139,7 +143,8 @@ class _Reader:
                         self.flow.unfolded.append(pair)
         product = steps.spec(node).product
         # A layer with a forward of its own is reported as a layer already.
-        layer = isinstance(module, nn.modules.conv._ConvNd | nn.Linear) or is_library_module(module)
+        kinds = nn.modules.conv._ConvNd | nn.Linear | QuantMatmul
+        layer = isinstance(module, kinds) or is_library_module(module)
         sent = (steps, node) in self.placed
         if product and steps.source is not None and not layer and not sent:
             if (path, product) not in self.flow.products:
@@ -148,6 +153,9 @@ class _Reader:
     def functional(self, op: FunctionalOp, child: nn.Module, target: Target) -> None:
         """Reads of a functional operation by the child that it is sent to."""
         assert op.node is not None
+        if isinstance(child, QuantMatmul | QuantAttention):
+            self.factors(child, op.steps, op.operands, op.node)
+            return
         operands = [v for v in op.operands if op.steps.is_tensor(v)]
         quantizer = child if isinstance(child, TensorQuantizer) else _input_quantizer(child)
         assert quantizer is not None
@@ -156,6 +164,14 @@ class _Reader:
         self.flow.reads += [self.reading(quantizer, op.steps, v, op.node, whole) for v in chosen]
         if isinstance(child, QuantConcat):
             self.joined(op.steps, op.node, chosen)
+
+    def factors(
+        self, child: QuantMatmul | QuantAttention, steps: Steps, operands: Any, node: fx.Node
+    ) -> None:
+        """Reads of a product of activations, each by a quantizer of its own."""
+        for quantizer, value in zip(child.operand_quantizers, operands, strict=True):
+            if steps.is_tensor(value):
+                self.flow.reads.append(self.reading(quantizer, steps, value, node))
 
     def reading(
         self,
@@ -216,3 +232,9 @@ class _Reader:
 def _input_quantizer(module: nn.Module) -> TensorQuantizer | None:
     found = module._modules["_input_quantizer"] if is_quantized(module) else module
     return found if isinstance(found, TensorQuantizer) else None
+
+
+def _operands(node: fx.Node) -> list[Any]:
+    """The two operands of a node of `torch.matmul` or `torch.einsum`."""
+    given = node.args[1] if isinstance(node.args[0], str) else node.args
+    return list(given)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
 
 from bevquant_qnn._held_weight import PRODUCT_CALLS, HeldWeight, Product, product_of
+from bevquant_qnn._matmul import ATTENTIONS, MATMULS, QuantAttention, QuantMatmul, factors_of
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
@@ -40,7 +41,7 @@ _SAMPLES: dict[Any, str] = {
 }
 """Functions that sample their first operand, to its name."""
 _JOINS = _ADDS | _CATS | _SAMPLES.keys()
-_ALL = _JOINS | PRODUCT_CALLS.keys()
+_PRODUCTS = PRODUCT_CALLS.keys() | MATMULS | ATTENTIONS
 _BASE, _PLAN = "_bevquant_float_class", "_bevquant_joins"
 _CHILDREN = "_bevquant_join_children"
 
@@ -133,8 +134,9 @@ class _FunctionalMode(TorchFunctionMode):
         self.frame: FrameType | None = None
         self.passes: Counter[Site] = Counter()
         self.children = children
-        held = any(isinstance(child, HeldWeight) for child in children.values())
-        self.functions = _ALL if held or note is not None else _JOINS
+        kinds = HeldWeight | QuantMatmul | QuantAttention
+        products = any(isinstance(child, kinds) for child in children.values())
+        self.functions = _JOINS | _PRODUCTS if products or note is not None else _JOINS
         self.sums: dict[Any, tuple[Any, Site, int]] = {}  # with the operands, whose ids are keys
         if note is not None:
             self.call = note.calls[module]
@@ -183,6 +185,10 @@ class _FunctionalMode(TorchFunctionMode):
             return self.product(child, product, planned)
         if kind == "cat":
             return child(*_operands(args, kwargs))
+        if kind == "attention":
+            return child(*args, **kwargs)
+        if kind == "matmul" and (factors := factors_of(args, kwargs)) is not None:
+            return child(*factors[1])
         if target.operand is None:
             return child(*args)
         if not args:  # `grid_sample(input=x, grid=grid)`
@@ -376,6 +382,10 @@ def _kind(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
         return "product"
     if func in _SAMPLES:
         return "sample"
+    if func in ATTENTIONS:
+        return "attention"
+    if func in MATMULS:
+        return None if factors_of(args, kwargs) is None else "matmul"
     return "cat" if func in _CATS and "out" not in kwargs else None
 
 

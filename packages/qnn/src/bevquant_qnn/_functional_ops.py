@@ -15,6 +15,7 @@ from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_functions
 from bevquant_qnn._functional_calls import CallSite, Site, Target, functional_class, plan_of
 from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
+from bevquant_qnn._matmul import QuantAttention, QuantMatmul
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._steps import Call, Steps, ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._takeover import attach_quantizer
@@ -29,7 +30,8 @@ class FunctionalOp:
 
     # The call of the module that makes it.
     call: Call
-    # ``"add"``, ``"cat"``, ``"sample"`` or ``"product"``.
+    # ``"add"``, ``"cat"``, ``"sample"``, ``"product"`` with a parameter, ``"matmul"`` of two
+    # activations or ``"attention"``.
     kind: str
     # Where in the forward it is made, and `occurrence` the how many-th time in this call.
     site: Site
@@ -55,10 +57,27 @@ class FunctionalOp:
         assert self.node is not None
         if self.kind == "sample":
             return list(self.node.args[:1])
+        if self.kind == "attention":
+            named: dict[str, object] = dict(
+                zip(("query", "key", "value"), self.node.args, strict=False)
+            )
+            return list((named | self.node.kwargs).values())[:3]
+        if self.kind == "matmul":
+            return self.factors[1]
         if self.kind != "cat":
             return list(self.node.args[: 2 if self.kind == "add" else 1])
         given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
         return list(given) if isinstance(given, list | tuple) else [given]
+
+    @property
+    def factors(self) -> tuple[str, list[object]]:
+        """Equation (of `einsum`) and operands of a product of two activations."""
+        assert self.node is not None
+        first, second = self.node.args[:2]
+        if not isinstance(first, str):
+            return "", [first, second]
+        assert isinstance(second, list | tuple)  # an einsum's operands
+        return first, list(second)
 
     @property
     def dim(self) -> object:
@@ -99,6 +118,7 @@ def may_hold_functional_ops(module: nn.Module, *, ahead: bool = False) -> bool:
     return is_table(module) or (
         not is_library_module(module)
         and not is_quantized(module)
+        and not isinstance(module, QuantAttention)
         and any(map(is_layer, module.modules()))
     )
 
@@ -142,7 +162,8 @@ def quantize_functional_ops(
     # Products first: their layers decide which operations around them are quantized.
     for path, module in list(model.named_modules()):
         place(path, module, products=True)
-    if not (config.quantize_add or config.quantize_concat or config.quantize_sample):
+    joins = config.quantize_add, config.quantize_concat, config.quantize_sample
+    if not (any(joins) or config.quantize_matmul):
         return done, skipped, placed
     for path, module in list(model.named_modules()):
         if not may_hold_functional_ops(module) and not own[module]:
@@ -210,6 +231,8 @@ class _Placer:
                 self._concat(op)
             elif op.kind == "sample" and self._config.quantize_sample:
                 self._sample(op)
+            elif op.kind in ("matmul", "attention") and self._config.quantize_matmul:
+                self._matmul(op)
         for op in self._functional_ops:  # equal sums stay equal
             if op.again in self._targets:
                 self._targets[op.site, op.occurrence] = self._targets[op.again]
@@ -342,6 +365,20 @@ class _Placer:
         if self._is_near_layers(op, [value]):
             self._attach(op, "sample_quantizer", TensorQuantizer, "sampled tensor", 0)
 
+    def _matmul(self, op: FunctionalOp) -> None:
+        if op.node is None:
+            self._pass_over(op, "is not found among what the model's outputs are made of")
+            return
+        if not all(map(op.steps.is_tensor, op.operands)):
+            return  # one is a parameter, a mask or a table
+        if op.kind == "attention":
+            self._attach(op, "quant_attention", lambda d: QuantAttention(quant_desc_input=d),
+                         "attention")  # fmt: skip
+            return
+        equation = op.factors[0]
+        self._attach(op, "quant_matmul", lambda d: QuantMatmul(equation, quant_desc_input=d),
+                     "product of activations")  # fmt: skip
+
     def _is_near_layers(self, op: FunctionalOp, operands: list[fx.Node]) -> bool:
         """Whether quantized layers make an operand or read the result; noted where none does."""
         assert op.node is not None
@@ -383,10 +420,16 @@ class _Placer:
         self.done.append(QuantizedModule(path, type(child).__name__, was))
 
     def _pass_over(self, op: FunctionalOp, reason: str) -> None:
-        kind = {"cat": "concatenation", "sample": "sampling"}.get(op.kind, "addition")
+        kind = _IN_WORDS.get(op.kind, "addition")
         place = "" if op.node is None else op.steps.location(op.node)
         place = place or f"line {op.site[-1].line}"
         self.skipped.append(SkippedModule(self._path, f"{kind} ({place}) {reason}: left float"))
 
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
+
+
+_IN_WORDS = {
+    "cat": "concatenation", "sample": "sampling", "matmul": "product of activations",
+    "attention": "attention",
+}  # fmt: skip

@@ -51,6 +51,7 @@ def observe(
 
 
 _PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+_MATMULS = frozenset({"matmul", "bmm", "mm", "einsum"})
 
 
 class _Observer:
@@ -302,6 +303,10 @@ def _functional_kind(steps: Steps, node: fx.Node) -> str | None:
         return "add" if two and all(_is_tensor(a) for a in node.args) else None
     if spec.name in _PRODUCTS:
         return "product"
+    if spec.name in _MATMULS:
+        return "matmul" if spec.name != "einsum" or len(node.all_input_nodes) == 2 else None
+    if spec.product == "attention":
+        return "attention"
     called = op_spec(called_name(node)).name  # not of `hstack`, which takes no axis
     return spec.kind if spec.kind == "sample" else "cat" if called == "cat" else None
 

@@ -29,6 +29,7 @@ from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._functional_ops import Followed, quantize_functional_ops
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
+from bevquant_qnn._matmul import QuantAttention
 from bevquant_qnn._observe import observe
 from bevquant_qnn._output_layers import widen_outputs
 from bevquant_qnn._replace import replace_layers
@@ -121,6 +122,8 @@ calibrator=MaxCalibrator scale=1.0 quant)
     for option, shows in (
         (config.unsigned, "unsigned=True) needs example_inputs, whose graph shows which tensors "
          "are never negative"),
+        (config.quantize_matmul, "quantize_matmul=True) needs example_inputs, whose graph shows "
+         "which products are of two activations"),
         (config.output_weight_bits, "output_weight_bits=…) needs example_inputs, whose graph shows "
          "which layers compute the outputs"),
     ):  # fmt: skip
@@ -244,7 +247,10 @@ def _unused(found: Followed, layers: Collection[nn.Module]) -> dict[nn.Module, S
 def _check_patterns(model: nn.Module, config: QuantConfig) -> None:
     """Refuse patterns that name nothing, before anything is changed."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    added = ("quant_add", "quant_concat", "residual_quantizer", "sample_quantizer")
+    added = (
+        "quant_add", "quant_concat", "quant_matmul", "quant_attention", "residual_quantizer",
+        "sample_quantizer",
+    )  # fmt: skip
     unmatched = [
         pattern
         for pattern in config.unmatched(paths)
@@ -289,6 +295,8 @@ def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule
             "example_inputs to share by the executed data flow",
         )
     reached = {read.quantizer for read in flow.reads}
+    # Of an attention that was a function call, nothing reads the softmax in the graph.
+    reached |= {m.values.input_quantizer for m in model.modules() if isinstance(m, QuantAttention)}
     for holder in activation_quantizers(model):
         if holder.quantizer not in reached:
             where = "the code as followed" if static else "example_inputs"

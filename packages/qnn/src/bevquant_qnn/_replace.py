@@ -82,11 +82,12 @@ def replace_layers(
                 quant_desc_input=config.input_descriptor(),
                 quant_desc_weight=config.weight_descriptor(0),
                 quantize_out=reason is None,
+                quantize_matmul=config.quantize_matmul,
             )
             done += [
                 QuantizedModule(f"{path}.{name}" if path else name, _name(child), _name(module))
                 for name, child in built[module].named_children()
-                if is_quantized(child)
+                if is_quantized(child) or name == "quant_attention"
             ]
         elif module not in built:
             built[module] = _quantized_form(module, config)
