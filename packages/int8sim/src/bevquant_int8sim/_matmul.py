@@ -41,6 +41,17 @@ def exact_matmul(a: Tensor, b: Tensor, *, fits_int32: bool) -> Tensor:
     return total
 
 
+def exact_product(a: Tensor, b: Tensor, equation: str = "") -> Tensor:
+    """``a @ b`` of integers of any shapes, or ``einsum(equation, a, b)``, in whole floats.
+
+    Sums are exact: of int8 in float32 up to 1024 products, else in float64 up to 2⁵³.
+    """
+    narrow = a.dtype == b.dtype == torch.int8 and not equation and a.shape[-1] <= _FLOAT32_DEPTH
+    wide = torch.float32 if narrow else torch.float64
+    given = a.to(wide), b.to(wide)
+    return torch.einsum(equation, *given) if equation else torch.matmul(*given)
+
+
 @functools.cache
 def matmul_method(device_type: str, dtype: str) -> str:
     """``"int_mm"`` where it is exact on this device, else float32 in parts; float64 for int16."""

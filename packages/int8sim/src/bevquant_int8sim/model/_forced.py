@@ -20,6 +20,7 @@ from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, Required
 from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
 from bevquant_int8sim.model._integer_steps import (
     Add,
+    Matmul,
     MaxPool,
     Quantize,
     Requantize,
@@ -35,7 +36,9 @@ from bevquant_int8sim.model._weighted_steps import Weighted
 from bevquant_qnn import matched
 from bevquant_qnn.matched import Matched
 
-_COMPUTES = (Quantize, Requantize, Weighted, Add, MaxPool, WeightedSum, Resize, FloatCall)
+_COMPUTES = (
+    Quantize, Requantize, Weighted, Add, Matmul, MaxPool, WeightedSum, Resize, FloatCall,
+)  # fmt: skip
 _SELECTS = frozenset(
     "getitem select narrow index_select index gather take_along_dim masked_select take".split()
 )
@@ -55,7 +58,8 @@ class ForcedRun:
         placed: Values of the program that are judged, in order.
         makers: The step that makes each value.
         operations: What each step of the last batch multiplied, as `Program.operations`.
-        sampling: Error of each sampling step's positions and weights, in steps of its input.
+        sampling: Error of each sampling step's positions and weights, in steps of its input; of
+            products of two tensors the largest sum of magnitudes.
         choices: Choices of the graph.
         matched: Of each choice in the last batch, how many objects the first model chooses too.
 
@@ -198,6 +202,8 @@ class ForcedRun:
                 return ended.value
             own = products.count - before
             self.operations[step.outputs[0]] = step.cost(given, outputs, own)
+            if isinstance(step, Matmul):
+                self.sampling[step.outputs[0]] = float(step.magnitudes(given).max())
             if isinstance(step, Sample):
                 error = sampling_error(step.op, given, step.kwargs.get("mode", ""))
                 self.sampling[step.outputs[0]] = error

@@ -1,4 +1,4 @@
-"""Steps on integers: quantization, sums, pooling and sampling."""
+"""Steps on integers: quantization, sums, products, pooling and sampling."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from bevquant_int8sim._elementwise import rounded_sum
+from bevquant_int8sim._matmul import exact_product
 from bevquant_int8sim._quantize import dequantize, requantize
 from bevquant_int8sim._rounding import Rounding, round_float
 from bevquant_int8sim._sample import attention_sums, grid_sums
@@ -288,6 +289,33 @@ class DeformableAttention(Sample):
 
     def _sums(self, args: Given, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
         return attention_sums(*args, name=self.where)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Matmul(Step):
+    """Products of two tensors of integers: exact sums, times s in float64, stored as float32.
+
+    Attributes:
+        scale: s = s_a·s_b.
+        equation: Of `torch.einsum`; empty for the rules of `torch.matmul`.
+    """
+
+    scale: Positive
+    equation: str = ""
+
+    op = "matmul"
+    reads = (2, 2)
+    operands = 2
+
+    def run(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
+        """The products."""
+        sums = exact_product(args[0], args[1], self.equation)
+        return ((sums.double() * self.scale).float(),)
+
+    def magnitudes(self, args: Given) -> Tensor:
+        """Σ|a·b| in units of `scale`, float32: sums of floats are off by a share of it."""
+        a, b = (value.double().abs() for value in args)
+        return exact_product(a, b, self.equation).float()
 
 
 @dataclass(frozen=True, eq=False)

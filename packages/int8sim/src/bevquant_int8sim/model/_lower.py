@@ -18,6 +18,7 @@ from bevquant_int8sim.model._integer_steps import (
     DeformableAttention,
     Dequantize,
     GridSample,
+    Matmul,
     MaxPool,
     Quantize,
     Relu,
@@ -288,6 +289,18 @@ class _Lowering:
                 **_stored(required),
             )
             self.steps.append(step)
+
+    def _matmul(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+        refs, scale = [], 1.0
+        for operand in operation.args:
+            natural = self._made_by[operand.name].natural
+            assert isinstance(natural, Integers)
+            refs.append(Ref(self.have[operand.name, RequiredType(natural)]))
+            scale *= natural.scale
+        value = self._new(operation.output, RequiredType(FLOAT))
+        called = operation.path, tuple(refs), (value,)
+        self.steps.append(Matmul(*called, scale=scale, equation=operation.what))
+        self._from_float(operation, value, required_types)
 
     def _layout(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         if operation.output not in self.required_types.follows:

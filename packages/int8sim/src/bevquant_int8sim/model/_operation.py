@@ -27,7 +27,7 @@ class Operation:
 
     # ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"layout"`` (values
     # stay as they are, also in integers), ``"add"``, ``"weighted_sum"`` (of one tensor's integers),
-    # ``"float"``, ``"number"`` or ``"coordinates"``.
+    # ``"matmul"`` (of two tensors' integers), ``"float"``, ``"number"`` or ``"coordinates"``.
     kind: str
     # Module, or the module whose forward calls the function.
     path: str
@@ -177,6 +177,9 @@ class _Walk:
         elif kind == "relu":
             for required in required_types:
                 self._read(operation.args[0], required.behind_relu(operation.ceiling))
+        elif kind == "matmul":
+            for operand in operation.args:
+                self._read(operand, RequiredType(self._made_by[operand.name].natural))
         elif kind == "weighted_sum":
             natural = self._made_by[operation.args[0].name].natural
             self._read(operation.args[0], RequiredType(natural))

@@ -30,6 +30,7 @@ from bevquant_int8sim.model._step import Method, Ref
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
+_MATMULS = frozenset({"matmul", "bmm", "mm", "einsum"})
 _LAST = 2**63 - 1  # the end of a slice without one
 
 
@@ -242,6 +243,19 @@ class _Reader(GraphValues):
             node, "weighted_sum", args=(x, *places), kwargs=settings, what=what,
             natural=ACCUMULATORS,
         )  # fmt: skip
+
+    def _read_float(self, node: fx.Node, spec: OpSpec) -> Any:
+        """A product of two tensors of integers; every other operator of this kind stays float."""
+        if spec.name not in _MATMULS or node.kwargs:
+            return None
+        equation, factors = "", list(self._resolved(node.args))
+        if isinstance(factors[0], str):
+            equation, factors = factors[0], list(factors[1])
+        if len(factors) != 2 or not all(map(self._is_tensor, factors)):
+            return None
+        if not all(isinstance(self.natural[x.name], Integers) for x in factors):
+            return None
+        return self._tensor(node, "matmul", args=tuple(factors), what=equation)
 
     def _read_concat(self, node: fx.Node, spec: OpSpec) -> Any:
         args = self._resolved(node.args)

@@ -14,7 +14,7 @@ from bevquant_int8sim.model._float8 import Float8Layer, blocks_round, float8_rou
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._integer_steps import Sample
+from bevquant_int8sim.model._integer_steps import Matmul, Sample
 from bevquant_int8sim.model._layer_sums import alike, largest_steps
 from bevquant_int8sim.model._quantizers import SimulateError
 from bevquant_int8sim.model._reference import tensor_of
@@ -139,6 +139,8 @@ class StepBounds:
         step = self._run.makers[value]
         if isinstance(step, Sample):  # of this batch's positions
             return self._run.sampling[value] * step.scale
+        if isinstance(step, Matmul):
+            return _SUM * self._run.sampling[value] * step.scale
         if value not in self._slack:
             if isinstance(step, Weighted):
                 self._slack[value] = self._of_layer(step)
