@@ -10,14 +10,16 @@ own layers are those of ``trtexec --exportLayerInfo``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bevquant_export.lint._attention import Attention, find_attentions
 from bevquant_export.lint._graph import Finding, Graph, Node, graphs_of, quoted
 from bevquant_export.lint._model import FP4_QUANTIZE
 from bevquant_export.lint._read import read_model
+from bevquant_export.lint._shapes import Value, inferred_shapes
 from bevquant_export.lint._tensors import Pairs, Step
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -69,15 +71,20 @@ def predict_layers(path: Path, target: str) -> tuple[LayerPrediction, ...]:
     model = read_model(path)
     if isinstance(model, Finding):
         raise ValueError(f"predict_layers: {path.name}: {model.reason}")
-    graph = next(item for item in graphs_of(model) if isinstance(item, Graph))
-    pairs = Pairs(graph, path.parent)
-    return tuple(_Prediction(pairs, typed=target == "tensorrt11").run())
+    graphs = [item for item in graphs_of(model) if isinstance(item, Graph)]
+    pairs = Pairs(graphs[0], path.parent)
+    shapes = inferred_shapes(model, graphs, path.parent)
+    return tuple(_Prediction(pairs, shapes, typed=target == "tensorrt11").run())
 
 
 class _Prediction:
-    def __init__(self, pairs: Pairs, *, typed: bool) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: Pairs, shapes: Mapping[str, Value], *, typed: bool) -> None:
+        self.pairs, self.shapes = pairs, shapes
         self.graph = pairs.graph
+        self.attentions: dict[Node, Attention] = {}  # by each of their nodes
+        for found in find_attentions(self.graph):
+            members = (found.first, *found.between, found.second)
+            self.attentions |= dict.fromkeys(members, found)
         self.typed = typed
         self.types = _float_types(self.graph)
         self.runs: dict[str, str] = {}  # by the first output
@@ -97,6 +104,11 @@ class _Prediction:
     def _judged(self, node: Node) -> tuple[str, str, str]:
         """Type, reason, and the node that it is fused into."""
         float_type = self._float_type(node)
+        attention = self.attentions.get(node)
+        if attention is not None:
+            return self._attention(attention, node)
+        if node.op == "MatMul" and not self._has_weight(node):
+            return (*self._product(node, float_type), "")
         if node.op in _WEIGHTED:
             return (*self._weighted(node, float_type), "")
         if node.op in _ACTIVATIONS:
@@ -113,6 +125,36 @@ class _Prediction:
         if node.op in _INT8 or node.op in _ACTIVATIONS:
             return (*self._between(node, float_type), "")
         return float_type, f"{quoted(node.op)} has no int8 kernel", ""
+
+    def _attention(self, attention: Attention, node: Node) -> tuple[str, str, str]:
+        """A node of an attention, which is one kernel if nothing stands against it."""
+        runs, reason = self._product(attention.first, self._float_type(attention.first))
+        why = attention.obstacle(self.pairs, self.shapes, runs)
+        first = attention.first.name
+        if not why:
+            into = "" if node is attention.first else first
+            last = quoted(attention.second.name)
+            return runs, f"the attention from {quoted(first)} to {last} can be one kernel", into
+        if node not in (attention.first, attention.second):
+            return self._float_type(node), f"the attention is not one kernel: {why}", ""
+        runs, reason = self._product(node, self._float_type(node))
+        return runs, f"{reason}; the attention is not one kernel: {why}", ""
+
+    def _has_weight(self, node: Node) -> bool:
+        """Whether an operand of a product is a constant, or the pair of one."""
+        steps = [self.pairs.dequantized(name) for name in node.inputs]
+        return any(self.graph.constant(name) is not None for name in node.inputs) or any(
+            step is not None and step.constant is not None for step in steps
+        )
+
+    def _product(self, node: Node, float_type: str) -> tuple[str, str]:
+        """A product of two activations."""
+        one, other = (self.pairs.dequantized(node.input(slot)) for slot in (0, 1))
+        if one is None or other is None:
+            return float_type, "it multiplies two activations, of which not both have pairs"
+        if _kind(one) != _kind(other):
+            return float_type, f"one operand is {_kind(one)} and the other {_kind(other)}"
+        return _kind(one), "it multiplies two activations with pairs"
 
     def _weighted(self, node: Node, float_type: str) -> tuple[str, str]:
         data, weight = (self.pairs.dequantized(node.input(slot)) for slot in (0, 1))

@@ -81,18 +81,12 @@ def check_shapes(
     model: onnx.ModelProto, graphs: Sequence[Graph], target: Target, folder: Path
 ) -> Iterator[Finding]:
     """Infer all shapes and types, and report the operators that they do not fit."""
-    import onnx
-
     bare, nodes = _bare(model, graphs, folder)
     text = _refused(bare, check_type=True)
     lenient = "onnxruntime" not in target.labels
     if lenient and _SHORT_FLOAT.search(text):
         text = _refused(bare, check_type=False)  # engines take them where the operator set does not
-    try:
-        bare = onnx.shape_inference.infer_shapes(bare, data_prop=True)
-    except Exception:  # without shapes, the error that follows still stands
-        bare.graph.ClearField("value_info")
-    known = _values(bare.graph)
+    known = _inferred(bare)
     for number, reason in _ERROR.findall(text):
         reason = _types_in_words(_KIND.sub("", reason).strip())
         if reason and not reason.startswith("Inference error(s)") and "external" not in reason:
@@ -108,6 +102,23 @@ def check_shapes(
             wrong = next(_fit(node, graphs[0], known, folder), None)
             if wrong is not None:
                 yield SHAPES.found(node.name, f"{node.op} of {_inputs(node, known)}: {wrong}")
+
+
+def inferred_shapes(
+    model: onnx.ModelProto, graphs: Sequence[Graph], folder: Path
+) -> dict[str, Value]:
+    """Types and shapes of the main graph's tensors, as far as ONNX infers them."""
+    return _inferred(_bare(model, graphs, folder)[0])
+
+
+def _inferred(bare: onnx.ModelProto) -> dict[str, Value]:
+    import onnx
+
+    try:
+        bare = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    except Exception:  # a wrong file has no shapes, and findings of its own
+        bare.graph.ClearField("value_info")
+    return _values(bare.graph)
 
 
 def free_sizes(graphs: Sequence[Graph]) -> Iterator[Finding]:

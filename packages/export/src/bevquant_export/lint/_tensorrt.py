@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bevquant_export.lint import _attention
 from bevquant_export.lint._graph import Finding, Graph, Node, Rule, Rules, quoted
 from bevquant_export.lint._model import ATTENTION, FP4_QUANTIZE, PLUGINS, TRT
 from bevquant_export.lint._tensors import Pairs, Step, shape_of
@@ -54,7 +55,7 @@ FLOAT8_CHANNELS = _rule(21, "the weight of an FP8 layer has one scale: with one 
     "quantize with QuantConfig(weight_per_channel=False), or compare with the engine's layers "
     "(--against layers.json)", "warning")
 # fmt: on
-RULES = tuple(_rule)
+RULES = (*_rule, *_attention.RULES)
 TYPED = ("tensorrt11",)
 # fmt: off
 BINDINGS = Rule("TRT016", "warning",
@@ -112,6 +113,7 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
             yield from _between(pairs, node)
     for step in pairs.steps:
         yield from _step(pairs, step)
+    yield from _attention.check_attentions(pairs)
 
 
 def check_types(pairs: Pairs, model: onnx.ModelProto) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from bevquant_int8sim.program import (
     Dense,
     FloatCall,
     LayoutCall,
+    Matmul,
     MaxPool,
     Ref,
     Resize,
@@ -40,7 +41,7 @@ from bevquant_int8sim.program import (
 )
 from bevquant_quantizers import TensorQuantizer, float_ranges
 
-_COMPUTED = (FloatCall, LayoutCall, Dense, Resize, MaxPool, WeightedSum, Add)
+_COMPUTED = (FloatCall, LayoutCall, Dense, Resize, MaxPool, WeightedSum, Add, Matmul)
 Recorded = dict[str, tuple[float, bool]]
 EXAMPLE, LARGEST = "the example", "the largest calibrated values"
 

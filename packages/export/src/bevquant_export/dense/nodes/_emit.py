@@ -27,7 +27,7 @@ from bevquant_export.dense.nodes._layout_ops import (
     selects,
 )
 from bevquant_export.dense.nodes._numbers import Numbers
-from bevquant_export.dense.nodes._sample import attention_plugin, sampling_call
+from bevquant_export.dense.nodes._sample import attention_plugin, einsum_call, sampling_call
 from bevquant_export.dense.nodes._torch_form import torch_form
 from bevquant_export.dense.nodes._voxels import Voxels
 from bevquant_export.dense.nodes._weighted import (
@@ -56,6 +56,7 @@ from bevquant_int8sim.program import (
     GridSample,
     Integers,
     LayoutCall,
+    Matmul,
     MaxPool,
     NumberCall,
     Quantize,
@@ -314,6 +315,11 @@ class Emitter:
             if not isinstance(step, GridSample) and graph.profile.plugins:
                 return attention_plugin(graph, step, self.read, self._values())
             self._called = step = sampling_call(step, self._values())
+            return self._float(step, lambda: self._torch_form(step))
+        if isinstance(step, Matmul):
+            if not step.equation:
+                return graph.node("MatMul", path, [self.read(ref.name) for ref in step.args])
+            self._called = step = einsum_call(step)
             return self._float(step, lambda: self._torch_form(step))
         if not isinstance(step, LayoutCall | FloatCall):
             self._refuse(step)

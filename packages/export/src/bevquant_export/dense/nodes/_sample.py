@@ -18,7 +18,7 @@ from torch import Tensor
 from bevquant_export.dense.nodes._float4 import with_float8
 from bevquant_export.lint._model import ATTENTION, PLUGINS
 from bevquant_graph import attend_levels
-from bevquant_int8sim.program import PADDINGS, FloatCall, GridSample, Ref, Step
+from bevquant_int8sim.program import PADDINGS, FloatCall, GridSample, Matmul, Ref, Step
 
 if TYPE_CHECKING:
     from bevquant_export.dense.nodes._graph import Graph
@@ -42,6 +42,14 @@ def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
     return FloatCall(
         step.path, (value, places, weights), step.outputs, name="deformable_attention",
         function=partial(attend_levels, sizes, first), reason=step.reason,
+    )  # fmt: skip
+
+
+def einsum_call(step: Matmul) -> FloatCall:
+    """The float call of an `einsum` of two tensors of integers."""
+    return FloatCall(
+        step.path, (step.equation, list(step.args)), step.outputs, name="einsum",
+        function=torch.ops.aten.einsum.default, reason=step.reason,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from bevquant_int8sim.program import (
     Integers,
     LayoutCall,
     Linear,
+    Matmul,
     MaxPool,
     Program,
     Ref,
@@ -101,7 +102,9 @@ class FloatErrors:
         if step.outputs[0] in self._calls:
             moved = self._called(step)
         else:
-            moved = self._summed(step, given, made) if isinstance(step, Dense) else made
+            moved = made
+            if isinstance(step, Dense | Matmul):
+                moved = self._summed(step, given, made)
         for name, value, other in zip(step.outputs, made, moved, strict=False):
             self._take(name, value, other)
         for name in step.inputs:
@@ -155,15 +158,19 @@ class FloatErrors:
         return (result,) if len(step.outputs) == 1 else tuple(result)
 
     def _summed(
-        self, step: Dense, given: tuple[Any, ...], made: tuple[Any, ...]
+        self, step: Dense | Matmul, given: tuple[Any, ...], made: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Result of a layer with perturbed sums; zeros of a ReLU stay zero."""
+        """Result of a layer or product with perturbed sums; zeros of a ReLU stay zero."""
         name = step.outputs[0]
         form, to = (self._program.values[n].form for n in (step.inputs[0], name))
         read = name in self._last or name in self._wanted
         if not read or to != "float" or not isinstance(form, Integers):
             return made
-        spread = _deviations(step, given[0], form) * (made[0] != 0)
+        if isinstance(step, Matmul):
+            terms = given[0].shape[-1]
+            spread = step.magnitudes(given) * (step.scale * math.sqrt(terms) * UNIT)
+        else:
+            spread = _deviations(step, given[0], form) * (made[0] != 0)
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
         # Uniform numbers up to √3 have a spread of 1.
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
