@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import bevquant_qnn
 from bevquant_export.qdq_reader._constants import Array, Grid, Stored, raw, value_of
@@ -203,6 +202,8 @@ def _resize(
             "resizing with one of these"
         )
     if size is not None:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
         whole = all(
             statically_known_true(m % n == 0) for m, n in zip(size, x.shape[2:], strict=True)
         )
