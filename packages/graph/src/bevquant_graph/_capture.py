@@ -380,11 +380,9 @@ def _counts(error: BaseException) -> bool:
 
 
 def _by_sizes(error: BaseException | None) -> bool:
-    """Whether open sizes are in the way: they have no solution, or a message names one.
-
-    As ``points[..., :2] / points[..., 2:3]``, whose last size may be any where it is open, and
-    tensors whose memory a reversible block gives back.
-    """
+    """Whether open sizes are in the way: they have no solution, or a message names one."""
+    # As in ``points[..., :2] / points[..., 2:3]``, whose last size may be any where it is open, and
+    # for tensors whose memory a reversible block gives back.
     if error is not None and not _counts(error) and _SIZES.search(str(error)):
         return True
     while error is not None:

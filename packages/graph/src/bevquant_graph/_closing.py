@@ -130,16 +130,14 @@ def _modules() -> dict[str, Any]:
 
 
 def _followed(run: Any, path: str) -> Callable[..., Any]:
-    """A module's forward on torch's stand-in for the module, which gives the children paths.
-
-    Without it a quantizer in a layer in a module has none.
-    """
+    """A module's forward on torch's stand-in for the module, which gives the children paths."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # and sympy
 
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     module = getattr(run, "__self__", None)
     if not hasattr(tracer, "proxy_type") or not isinstance(module, nn.Module):
         return run  # type: ignore[no-any-return]
+    # Without the stand-in a quantizer in a layer in a module has no path.
     return MethodType(run.__func__, tracer.proxy_type(module, f"{SHELL}.{path}"))
 
 

@@ -172,13 +172,10 @@ def _is_operators(file: str) -> bool:
 
 
 def _decides(term: Any, operators: str, agree: bool) -> bool:
-    """Whether an operator's question decides a size, or the number of tensors or axes.
-
-    Such questions ask whether sizes agree, and for the number of parts, axes or windows. Other
-    questions choose strides and kernels; most of them ask whether a size is 1.
-    """
+    """Whether an operator's question decides a size, or the number of tensors or axes."""
     import sympy
 
+    # Such questions ask whether sizes agree, and for the number of parts, axes or windows.
     sides = term.args if isinstance(term, sympy.core.relational.Relational) else ()
     if any(name in operators for name in ("squeeze", "split", "chunk", "unbind")):
         return True
@@ -204,11 +201,7 @@ def _always(term: Any, least: int) -> bool:
 
 
 def _always_linear(term: Any, least: int) -> bool:
-    """As `_always`, for sums of one size and its divisions by numbers: ``2*((s - 1)//2) < s``.
-
-    With L the product of the divisors, left minus right grows by one number from s to s + L, so the
-    first two periods decide about all sizes.
-    """
+    """As `_always`, for sums of one size and its divisions by numbers: ``2*((s - 1)//2) < s``."""
     import sympy
     from torch.utils._sympy.functions import FloorDiv
 
@@ -228,6 +221,8 @@ def _always_linear(term: Any, least: int) -> bool:
     # Both periods are computed number by number.
     if period > 64:
         return False
+    # Left minus right grows by one number from s to s + period, so the first two periods decide
+    # about all sizes.
     differences = [int((term.lhs - term.rhs).subs(size, least + i)) for i in range(2 * period)]
     # A difference that grows from period to period exceeds every bound.
     grows = any(differences[i] < differences[i + period] for i in range(period))

@@ -342,13 +342,11 @@ def _as_of_tensor(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _fix_squeezed(x: Any, dim: int | tuple[int, ...] | None = None) -> None:
-    """Fix the open axes of size 1 that a squeeze removes; torch would keep them.
-
-    The results of later operators, as of `torch.where`, would have another number of axes.
-    """
+    """Fix the open axes of size 1 that a squeeze removes; torch would keep them."""
     axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     for axis in axes if x.dim() else ():
         size = x.shape[axis]
+        # Results of later operators, as of `torch.where`, would have another number of axes.
         if isinstance(size, torch.SymInt) and size.node.hint == 1:
             bool(size == 1)  # torch notes the answer as a guard
 

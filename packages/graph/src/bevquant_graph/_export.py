@@ -162,15 +162,13 @@ def exported(
 
 
 def _takes(program: ExportedProgram) -> tuple[bool, bool]:
-    """Whether floats are taken out of tensors, and whether truth values are.
-
-    A number that only computes a size may be gone from the graph; its symbol stays.
-    """
+    """Whether floats are taken out of tensors, and whether truth values are."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
 
     taken = [n.args[0] for n in program.graph.nodes if str(n.target) in NUMBERS]
     kinds = [n.meta["val"].dtype for n in taken if not _counts(n)]
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    # A number that only computes a size may be gone from the graph; its symbol stays.
     symbols = (symbol for term in program.range_constraints for symbol in term.free_symbols)
     floats = any(symbol_is_type(symbol, of_floats) for symbol in symbols)
     return floats or any(k.is_floating_point for k in kinds), torch.bool in kinds
@@ -192,13 +190,11 @@ class Grown(RuntimeError):
 
 
 def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
-    """As sympy or torch computes, except terms that would take minutes: they nest with every stage.
-
-    Convolutions, pools and pads make a size of about ten operations; TensorFlow's "same" padding
-    makes it three times as long at every stage.
-    """
+    """As sympy or torch computes, but no terms that take minutes: they nest with every stage."""
 
     def made(term: Any, *args: Any, **kwargs: Any) -> Any:
+        # Convolutions, pools and pads make about ten operations; TensorFlow's "same" padding makes
+        # the term three times as long at every stage.
         if term.count_ops() > longest:
             raise Grown(f"a size is a term of {term.count_ops()} operations")
         return compute(term, *args, **kwargs)
@@ -207,11 +203,7 @@ def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
 
 
 class _Calls:
-    """The calls between the model and an operation, as torch records them for every node.
-
-    torch itself looks up the source line of every call of the process, down to its first, and then
-    drops what lies outside the forward: a fifth of the time that a capture takes.
-    """
+    """The calls between the model and an operation, as torch records them for every node."""
 
     @classmethod
     def extract(cls, **_: Any) -> _Calls:
@@ -225,6 +217,8 @@ class _Calls:
         passed_over = uninteresting_files() | {Constants.__torch_function__.__code__.co_filename}
         frame: FrameType | None = sys._getframe(1)
         calls: list[traceback.FrameSummary] = []
+        # torch looks up the source line of every call of the process, down to its first, and then
+        # drops what lies outside the forward: a fifth of the time that a capture takes.
         while frame is not None:
             code = frame.f_code
             if code.co_filename not in passed_over:  # the line is most of torch's time
@@ -245,10 +239,8 @@ def _passed_over(*_: Any, **__: Any) -> None:
 
 
 def _copied(value: Tensor, source: Any) -> None:
-    """Torch's copy of real values, extended to parameters.
-
-    torch skips parameters, whose copies then hold uninitialised memory.
-    """
+    """Torch's copy of real values, extended to parameters."""
+    # torch skips parameters, whose copies then hold uninitialised memory.
     if type(source) in (Tensor, nn.Parameter):
         value.copy_(source)
 

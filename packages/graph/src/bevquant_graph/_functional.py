@@ -276,11 +276,9 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _inline(module: fx.GraphModule) -> bool:
-    """Inline the parts that run under another autocast or gradient mode.
-
-    ``with torch.autocast(…, enabled=False)`` is one node to torch.export, with a graph of its own.
-    The replay verifies that the mode does not matter.
-    """
+    """Inline the parts that run under another autocast or gradient mode."""
+    # ``with torch.autocast(…, enabled=False)`` is one node to torch.export, with a graph of its
+    # own. The replay verifies that the mode does not matter.
     regions = [n for n in module.graph.nodes if str(n.target) in _REGIONS]
     for node in regions:
         body, *given = node.args[_REGIONS[str(node.target)] :]

@@ -62,13 +62,11 @@ _batch_norm = torch.batch_norm
 
 
 def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
-    """A batch norm without torch's question whether there are rows, which a mask leaves open.
-
-    `tidy` gives the operator its usual name.
-    """
+    """A batch norm without torch's question whether there are rows, which a mask leaves open."""
     weight, bias, mean, var, training, momentum, eps, _ = args
     if training or mean is None or not free_unbacked_symbols(x):
         return _batch_norm(x, *args)
+    # `tidy` gives the operator its usual name.
     made: Tensor = _BATCH_NORM(x, weight, bias, mean, var, momentum, eps)[0]
     return made
 
@@ -241,11 +239,7 @@ def _takes_integers(frame: FrameType) -> bool:
 
 
 def _is_share(number: Any) -> bool:
-    """Whether a number is computed from counts, and not by dividing sizes by each other.
-
-    That, as of maps of two strides, is a number of the model's; so is an integer that a tensor
-    holds (``int(self.grid[0])``), and a float that is taken out of one is the example's.
-    """
+    """Whether a number is computed from counts, and not by dividing sizes by each other."""
     if isinstance(number, Tensor):
         return torch.compiler.is_compiling()
     if not isinstance(number, torch.SymFloat):
@@ -253,8 +247,10 @@ def _is_share(number: Any) -> bool:
     from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv  # and sympy
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+    # A float that is taken out of a tensor is the example's.
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
     floats = any(symbol_is_type(symbol, of_floats) for symbol in number.node.expr.free_symbols)
+    # A size divided by a size, as of maps of two strides, is a number of the model's.
     divisions = number.node.expr.atoms(FloatTrueDiv, IntTrueDiv)
     return not floats and not any(d.args[1].free_symbols for d in divisions)
 

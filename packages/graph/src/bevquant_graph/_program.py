@@ -354,10 +354,8 @@ class _Builder:
         root.eval()
 
     def in_order(self) -> list[str]:
-        """Parents before children, and these in the order in which the author made them.
-
-        Parameters give the order; a module without any comes after the one that runs before it.
-        """
+        """Parents before children, and these in the order in which the author made them."""
+        # Parameters give the order; a module without any comes after the one that runs before it.
         first: dict[str, int] = {}
         for index, name in enumerate(self.state):
             for end in range(1, name.count(".") + 1):

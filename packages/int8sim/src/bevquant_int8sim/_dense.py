@@ -147,16 +147,14 @@ def _joined_shape(weight: Tensor) -> tuple[int, int, int, int]:
 
 
 def _joined(weight: Tensor) -> Tensor:
-    """Join groups until they fill a vector of output channels, with zeros between them.
-
-    A depthwise convolution then multiplies 16 times what it must, in 16 lanes that would otherwise
-    be idle.
-    """
+    """Join groups until they fill a vector of output channels, with zeros between them."""
     groups, volume, inputs, outputs = weight.shape
     shape = _joined_shape(weight)
     count = groups // shape[0]
     if count == 1:
         return weight
+    # A depthwise convolution then multiplies 16 times what it must, in 16 lanes that would
+    # otherwise be idle.
     wide = weight.new_zeros(shape[0], volume, count, inputs, count, outputs)
     for i in range(count):
         wide[:, :, i, :, i] = weight[i::count]

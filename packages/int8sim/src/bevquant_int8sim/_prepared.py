@@ -23,14 +23,12 @@ _lock = Lock()
 
 
 def remembered(weight: Tensor, what: Hashable, make: Callable[[], Any]) -> Any:
-    """``make()``, or its earlier result for this tensor if the tensor was not written to since.
-
-    The result must not refer to the tensor, nor be a view of it: it would keep it alive.
-    """
+    """``make()``, or its earlier result for this tensor if the tensor was not written to since."""
     if weight.is_inference():
         return make()  # its writes are not counted
     version = weight._version
     with _lock:
+        # A result that refers to the tensor, or is a view of it, would keep it alive.
         kept: Any = _known.get(weight)
         if kept is None or kept[0] != version:
             kept = _known[weight] = (version, {})

@@ -19,11 +19,9 @@ class AccumulatorOverflowError(ValueError):
 
 
 def sums_of_sizes(weight: Tensor, channel_axis: int) -> Tensor:
-    """Σ|w| of each output channel, int64; `channel_axis` numbers the channels.
-
-    A few channels at a time: int64 takes eight times the memory of a weight.
-    """
+    """Σ|w| of each output channel, int64; `channel_axis` numbers the channels."""
     channels = weight.movedim(channel_axis, 0)
+    # A few channels at a time: int64 takes eight times the memory of a weight.
     few = max(1, len(channels) * _PIECE // max(weight.numel(), 1))
     rest = tuple(range(1, weight.dim()))
     return torch.cat([part.to(torch.int64).abs().sum(rest) for part in channels.split(few)])

@@ -63,17 +63,15 @@ class Requantization:
         return np.minimum(self.multiplier, _LARGE).astype(np.float32)
 
     def _edge(self) -> float:
-        """Half a step less what float32 may be off, or −1: never certain.
-
-        What lies between the clamps is then a sum of at most two terms below 257 in size, each with
-        three roundings of 2⁻²⁴: less than 7e-5 beside what float64 makes of it. Numbers beyond
-        float32's range, and small differences of large terms, are left to float64.
-        """
+        """Half a step less what float32 may be off, or −1: never certain."""
         added = self.residual
         scale = 1.0 if added is None else added.scale
         largest = 1.0 if added is not None and added.at_once else _LARGE
+        # What lies between the clamps is then a sum of at most two terms below 257 in size, each
+        # with three roundings of 2⁻²⁴: less than 7e-5 beside what float64 makes of it.
         if scale <= largest and np.all(self.multiplier <= _LARGE):
             return 0.5 - _NEAR_TIE
+        # Numbers beyond float32's range, and small differences of large terms.
         return -1.0
 
     def part(self, columns: slice, padded: int) -> Requantization:

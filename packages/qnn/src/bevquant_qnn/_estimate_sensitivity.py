@@ -165,11 +165,7 @@ class _Backward:
     def _rounded(
         self, i: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, tuple[list[Tensor], list[Tensor] | None]]:
-        """Output of a layer at each precision; and in float, if its float inputs differ.
-
-        A concatenation and the layer that reads it share one quantizer, and values are rounded only
-        once: such a layer gets the rounded inputs in both cases.
-        """
+        """Output of a layer at each precision; and in float, if its float inputs differ."""
         outputs = {}
         for (group, name), settings in self._trial.at.items():
             if group != i:
@@ -186,6 +182,8 @@ class _Backward:
             inner, options = mapped((args, kwargs), given)
             with set_for_now(settings):
                 made = float_tensors(forward(*inner, **options))
+            # A concatenation and the layer that reads it share one quantizer, and values are
+            # rounded only once: such a layer gets the rounded inputs in both cases.
             outputs[name] = made, float_tensors(forward(*inner, **options)) if replaced else None
         return outputs
 

@@ -36,12 +36,10 @@ class Holder:
 
 
 def activation_quantizers(model: nn.Module) -> Iterator[Holder]:
-    """Yield the holders in model order; one with two paths comes twice.
-
-    Weight quantizers are recognised by their name, which the state-dict format fixes.
-    """
+    """Yield the holders in model order; one with two paths comes twice."""
     check_kind(model, nn.Module, "a torch module")
     for path, owner in model.named_modules(remove_duplicate=False):
         for name, child in owner._modules.items():
+            # The state-dict format fixes the names of weight quantizers.
             if isinstance(child, TensorQuantizer) and "weight" not in name:
                 yield Holder(f"{path}.{name}" if path else name, owner, name)

@@ -169,10 +169,7 @@ def _along(axis: int, rank: int, size: int) -> list[int]:
 
 
 def _sparse_patches(module: Any, x: Any, count: int, generator: Generator) -> Tensor:
-    """Find the rows under each tap by a convolution of their numbers, then fetch those drawn.
-
-    A tap meets one row of an output or none, so the number comes out as it went in, or 0.
-    """
+    """Find the rows under each tap by a convolution of their numbers, then fetch those drawn."""
     size = _kernel_size(module)
     taps = math.prod(size)
     features: Tensor = module.quantized_input(x.features)
@@ -180,6 +177,7 @@ def _sparse_patches(module: Any, x: Any, count: int, generator: Generator) -> Te
     numbers = torch.arange(1, len(features) + 1, dtype=torch.float64, device=features.device)
     plain = copy.copy(module)
     plain.act_type, plain.in_channels, plain.out_channels = None, 1, taps
+    # A tap meets one row of an output or none, so a number comes out as it went in, or 0.
     moved = conv_forward(
         plain,
         x,

@@ -318,17 +318,15 @@ class QatTrainer:
         return [*self._weights, *self._learned]
 
     def _make_optimizer(self, decay: float) -> torch.optim.Optimizer:
-        """AdamW (Loshchilov and Hutter 2019) without decay of biases and ranges.
-
-        Adam's steps are as long as its rate, whatever the gradient, and ranges are from hundredths
-        (weights) to hundreds (intensity): each gets a rate in proportion to itself.
-        """
+        """AdamW (Loshchilov and Hutter 2019) without decay of biases and ranges."""
         common = {"pace": 1.0, "range": False}
         groups = [
             {"params": [p for p in self._weights if p.ndim > 1], "weight_decay": decay, **common},
             {"params": [p for p in self._weights if p.ndim <= 1], "weight_decay": 0.0, **common},
         ]
         for amax in self._learned:
+            # Adam's steps are as long as its rate, whatever the gradient. Ranges are hundredths
+            # (weights) to hundreds (intensity): each gets a rate in proportion to itself.
             pace = RANGE_RATE * float(amax.detach().mean())
             groups.append({"params": [amax], "weight_decay": 0.0, "pace": pace, "range": True})
         return torch.optim.AdamW(groups)

@@ -18,16 +18,12 @@ _KEEPS = frozenset("identity layout_op max_pool avg_pool resize quantize mean su
 
 
 def choose_unsigned(flow: Flow) -> None:
-    """Make quantizers unsigned whose tensors are never negative.
-
-    Quantizers with one range are unsigned together, if no tensor that one of them reads is
-    negative. Those of sparse tensors and of sampled maps stay signed, as engines have int8 kernels,
-    and so do FP8, more than 8 bits and quantizers with a range.
-    """
+    """Make quantizers unsigned whose tensors are never negative."""
     groups, members = ranges_of(flow), defaultdict[object, list[Read]](list)
     for read in flow.reads:
         members[groups.find(read.quantizer)].append(read)
     positive = {steps: _never_negative(steps) for steps in {read.steps for read in flow.reads}}
+    # Quantizers with one range are unsigned together, or not at all.
     for reads in members.values():
         if all(_takes_unsigned(read) and read.value in positive[read.steps] for read in reads):
             for read in reads:
@@ -40,6 +36,7 @@ def _takes_unsigned(read: Read) -> bool:
         isinstance(quantizer.num_bits, int)
         and quantizer.num_bits <= 8
         and quantizer.amax is None
+        # Sparse tensors and sampled maps: engines have int8 kernels for these.
         and steps.spec(read.node).kind != "sample"
         and not steps.is_sparse(read.value)
     )

@@ -17,14 +17,11 @@ _OWN_DICTS = ("_parameters", "_buffers", "_modules")
 
 
 def take_over(quantized: ModuleT, source: nn.Module) -> ModuleT:
-    """Move the state of `source` into the empty instance `quantized`.
-
-    Parameters and buffers are the same objects, so an optimizer made before still trains them.
-    Hook tables are the same objects too, so a handle's `remove()` still works. The tables of
-    parameters, buffers and children are copied: what is added to the quantized module does not
-    appear in the float one.
-    """
+    """Move the state of `source` into the empty instance `quantized`."""
+    # The same objects: an optimizer made before still trains the parameters, and `remove()` of a
+    # hook's handle still works.
     quantized.__dict__.update(source.__dict__)
+    # Copies: what is added to the quantized module must not appear in the float one.
     for name in _OWN_DICTS:
         quantized.__dict__[name] = source.__dict__[name].copy()
     return quantized
@@ -50,11 +47,8 @@ def attach_quantizer(module: nn.Module, name: str, quantizer: nn.Module) -> None
 
 @contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Give every module of `model` back its class, attributes and children if the block raises.
-
-    The containers of a module (children, parameters, hooks, plain lists and dicts) stay the same
-    objects, with what they held. Values of tensors are not kept: nothing here writes to them.
-    """
+    """Give every module of `model` back its class, attributes and children if the block raises."""
+    # Values of tensors are not kept: nothing in such a block writes to them.
     held = [(m, type(m), dict(vars(m)), _contents(m)) for m in model.modules()]
     try:
         yield
@@ -63,6 +57,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
             vars(module).clear()
             vars(module).update(attributes)
+            # Children, hooks and plain containers stay the same objects, with what they held.
             for container, content in contents:
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(

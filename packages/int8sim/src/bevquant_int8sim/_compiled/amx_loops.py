@@ -163,11 +163,9 @@ def _loop(make: _MakeTile) -> Any:
 
 
 def _memory(builder: ir.IRBuilder, size: int) -> Any:
-    """Address of memory on the stack, at the start of a cache line.
-
-    Not `alloca_once`, which fills it with zeros, one by one where it is that large.
-    """
+    """Address of memory on the stack, at the start of a cache line."""
     with builder.goto_entry_block():
+        # Not `alloca_once`, which fills it with zeros, one by one where it is that large.
         made = builder.alloca(ir.ArrayType(BYTE, size))
     made.align = TILE_BYTES
     return builder.ptrtoint(made, INT64)

@@ -51,11 +51,9 @@ def instruction_set(kind: str) -> str | None:
 
 
 def flips_lines(kind: str) -> bool:
-    """Whether whole lines of inputs are to get 128 added before `dot` takes them one by one.
-
-    Intel's CPUs execute an exclusive or of 512 bits where they execute ``vpdpbusd``, and one for
-    every broadcast input takes an eighth of the products' time; AMD's have other places for it.
-    """
+    """Whether whole lines of inputs are to get 128 added before `dot` takes them one by one."""
+    # Intel's CPUs execute an exclusive or of 512 bits where they execute ``vpdpbusd``, and one for
+    # every broadcast input takes an eighth of the products' time; AMD's have other places for it.
     return kind == "vnni" and is_wide() and not cpu_name().startswith("znver")
 
 
@@ -65,13 +63,7 @@ def input_bytes(kind: str) -> int:
 
 
 def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip: Any) -> Any:
-    """The channels of a step of the row at `address`, as `dot` takes them.
-
-    `flip` is ``None`` for a row that was flipped, or `FLIP` from memory, as 16 lanes that LLVM does
-    not know: it would flip a known number
-    before it is broadcast, which takes the ports of the products, and its optimizer does not end
-    on a constant for CPUs such as Zen 5.
-    """
+    """The channels of a step of the row at `address`, as `dot` takes them."""
     if kind == "portable":
         pair = splat(builder, load_at(builder, address, ir.IntType(16), step))
         narrow = builder.bitcast(pair, ir.VectorType(ir.IntType(8), 2 * LANES))
@@ -79,6 +71,9 @@ def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip:
         return builder.bitcast(wide, INTS)
     inputs = splat(builder, load_at(builder, address, INT32, step))
     if kind == "vnni" and flip is not None:
+        # None where the row is flipped already. `flip` is 16 lanes from memory, which LLVM does not
+        # know. A known number it would flip before the broadcast, which takes the ports of the
+        # products, and its optimizer does not end on a constant for CPUs such as Zen 5.
         return builder.xor(inputs, flip)
     return inputs
 

@@ -42,11 +42,7 @@ _LANES_MASK = ir.IntType(LANES)
 def emit_epilogue(
     builder: ir.IRBuilder, p: dict[P, Any], sums: Any, out_rows: Any, rows: int, vectors: int
 ) -> None:
-    """Store `rows` × `vectors` accumulators at address `sums` to the rows listed at `out_rows`.
-
-    What differs between layers is decided once a tile: for few input channels, an epilogue has as
-    many instructions as the products.
-    """
+    """Store `rows` × `vectors` accumulators at address `sums` to the rows listed at `out_rows`."""
 
     def each_row(store: Callable[[Any, Any, Any], None]) -> None:
         with cgutils.for_range(builder, INT64(rows), intp=INT64) as loop:
@@ -75,6 +71,8 @@ def emit_epilogue(
         for b in range(vectors):
             _put(builder, load_at(builder, here, INTS, b, 4), out, INT64(b), INTS)
 
+    # What differs between layers is decided once a tile: for few input channels, an epilogue has as
+    # many instructions as the products.
     requantized = builder.icmp_signed("!=", p[P.MULTIPLIER], INT64(0))
     with builder.if_else(requantized) as (to_bytes, to_ints):
         with to_bytes:

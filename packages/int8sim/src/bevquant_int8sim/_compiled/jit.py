@@ -32,13 +32,11 @@ def _template(first, stop, parameters):
 
 
 def compile_loop(name: str, body: Any) -> Any:
-    """Compile the intrinsic `body(first, stop, address of parameters)` to a C function.
-
-    `body` is a global of the compiled function, not a cell of a closure: numba hashes cells into
-    the cache's key, and an intrinsic's hash differs in every process. The file's name carries the
-    generator's digest instead; numba adds the CPU's name and features.
-    """
+    """Compile the intrinsic `body(first, stop, address of parameters)` to a C function."""
+    # A global of the compiled function, not a cell of a closure: numba hashes cells into the
+    # cache's key, and an intrinsic's hash differs in every process.
     function = FunctionType(_template.__code__, {"body": body, "__name__": __name__}, name)
+    # The file's name carries the generator's digest; numba adds the CPU's name and features.
     function.__qualname__ = f"{name}_{_version()}"
     try:
         return cfunc(_SIGNATURE, cache=True)(function)

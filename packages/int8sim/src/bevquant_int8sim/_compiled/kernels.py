@@ -15,23 +15,19 @@ _AMX_LOOPS = {"sparse": amx_loops.sparse_loop, "grid": amx_loops.grid_loop}
 
 
 def column_groups(vectors: int) -> list[tuple[int, int]]:
-    """(first vector, number of vectors) of each group of output channels that a tile holds.
-
-    Groups of one layer have the same number of rows, so that they share one plan: four vectors
-    where these fit exactly, up to three otherwise.
-    """
+    """(first vector, number of vectors) of each group of output channels that a tile holds."""
+    # Groups of one layer have the same number of rows, so that they share one plan.
     widest = 1 if not is_wide() else 4 if vectors % 4 == 0 else 3
     return [(start, min(widest, vectors - start)) for start in range(0, vectors, widest)]
 
 
 def tile_rows(vectors: int) -> int:
-    """Rows of the tiles of a layer with that many vectors of 16 output channels.
-
-    AVX-512 has 32 registers: 24 accumulators, up to 4 vectors of weights, a broadcast input and a
-    product. Elsewhere a vector is two of 16 registers: 6 accumulators.
-    """
+    """Rows of the tiles of a layer with that many vectors of 16 output channels."""
+    # A vector is two of 16 registers: 6 accumulators.
     if not is_wide():
         return 6
+    # AVX-512 has 32 registers: 24 accumulators, up to 4 vectors of weights, a broadcast input and a
+    # product.
     return 6 if vectors % 4 == 0 else 8
 
 

@@ -48,12 +48,7 @@ class Tasks:
 
 
 def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
-    """Cut works into tasks for torch's threads.
-
-    Those of a stage write disjoint places; it begins when the one before is done. Its tasks go
-    through all works side by side: groups of output channels read the same inputs and write to the
-    same rows, so that a thread finds both in its cache.
-    """
+    """Cut works into tasks for torch's threads; a stage begins when the one before is done."""
     rows, stops, alone = [], [], True
     for works in stages:
         size = max(1, sum(products for _, _, products, _ in works))
@@ -67,6 +62,8 @@ def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
             ends = [tiles * part // parts for part in range(parts + 1)]
             for part, (first, stop) in enumerate(itertools.pairwise(ends)):
                 tasks.append((part / parts, (kernel_at, first, stop, place)))
+        # Side by side through all works: groups of output channels read the same inputs and write
+        # to the same rows, so that a thread finds both in its cache.
         tasks.sort(key=lambda task: task[0])
         rows += [row for _, row in tasks]
         stops.append(len(rows))

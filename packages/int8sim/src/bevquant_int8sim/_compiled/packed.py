@@ -103,11 +103,9 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
 
 
 def _laid_out(view: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A view in the order of its axes: large ones by torch, in a sixth of numpy's time.
-
-    Not small ones, which the self-test of kernels has in a process of its own, where torch's
-    threads are not.
-    """
+    """A view in the order of its axes: large ones by torch, in a sixth of numpy's time."""
+    # Not small ones, which the self-test of kernels has in a process of its own, where torch's
+    # threads are not.
     if view.size >= _LARGE:
         view = torch.from_numpy(view).contiguous().numpy()
     return np.ascontiguousarray(view, dtype)

@@ -230,12 +230,10 @@ class _Rows:
         return True
 
     def _stands_here(self, step: Step) -> bool:
-        """Whether a convolution that reads or makes such values does so on these voxels.
-
-        Others may lie row by row on coordinates that the forward made of these, in their order.
-        """
+        """Whether a convolution that reads or makes such values does so on these voxels."""
         features, coords, *residual = (ref.name for ref in step.args)
         made = self.features.intersection((step.outputs[0], *residual))
+        # Others may lie row by row on coordinates that the forward made of these, in their order.
         reads = features in self.features and coords not in self.coords
         return not reads and (not made or step.outputs[1] in self.coords)
 

@@ -112,21 +112,18 @@ def _integer_weight(weight: Tensor, scale: Tensor, bits: int, narrow: bool) -> T
 def _integer_bias(
     module: Any, input_scale: float, scale: Tensor, path: str
 ) -> tuple[Tensor | None, Tensor]:
-    """``(int32 bias, scale of the accumulator)``, both per channel.
-
-    A module may hold the int32 bias of a file (`integer_bias`): float32 keeps 24 of its bits.
-
-    A channel whose weights are all zero has a bias and no scale: it gets the finest one of the
-    layer that still holds its bias.
-    """
+    """``(int32 bias, scale of the accumulator)``, both per channel."""
     bias = module.bias
     live = scale[scale > 0]
     finest = float(live.min()) if live.numel() else 2.0**-20
+    # A channel whose weights are all zero has a bias and no scale: it gets the finest one of the
+    # layer that still holds its bias.
     filled = scale.masked_fill(scale == 0, finest)
     if bias is not None:
         needed = bias.detach().abs().double() / input_scale / 2.0**30
         filled = torch.where(scale == 0, torch.maximum(filled, needed), filled)
     total = filled * input_scale
+    # The int32 bias of a file, of which float32 would keep 24 bits.
     stored = module._buffers.get("integer_bias")
     if bias is None or stored is not None:
         return stored, total
@@ -134,12 +131,10 @@ def _integer_bias(
 
 
 def _float8_weight(weight: Tensor, scale: Tensor, quantizer: TensorQuantizer) -> Tensor:
-    """The FP8 numbers that fake quantization rounds to, ``[out_channels, the rest]``.
-
-    As for `_integer_weight`, a tie is fake quantization's word.
-    """
+    """The FP8 numbers that fake quantization rounds to, ``[out_channels, the rest]``."""
     form = format_of(quantizer.num_bits)
     amax = (scale * form.high).float()[:, None]
+    # As for `_integer_weight`, a tie is fake quantization's word.
     rounded = fake_quantize(weight.float(), amax, form.num_bits)
     step = scale.masked_fill(scale == 0, 1.0).float()[:, None]
     return (rounded / step).to(form.dtype)

@@ -74,10 +74,7 @@ def float8_scale(quantizer: TensorQuantizer, form: Format, path: str) -> float:
 
 
 def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
-    """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1), or as given.
-
-    Unsigned ones are 0…2^bits − 1 with the scale amax / (2^bits − 1), and take one more bit.
-    """
+    """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1), or as given."""
     unsigned = quantizer.unsigned
     form = format_of(quantizer.num_bits, unsigned, quantizer._narrow_range)
     if form.dtype is not None:
@@ -88,6 +85,7 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
         low, high = int(quantizer.low), int(quantizer.high)
         return Integers(float(quantizer.step), form.bits, low, high)
     amax = _usable_range(quantizer, path)
+    # Unsigned: 0…2^bits − 1, scale amax / (2^bits − 1), and one more bit as a signed type.
     return Integers(float(amax) / form.high, form.bits + unsigned, int(form.low), int(form.high))
 
 
@@ -100,16 +98,14 @@ def _usable_range(quantizer: TensorQuantizer, path: str) -> Tensor:
 
 
 def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
-    """Refuse a model with activations that have no usable range.
-
-    Quantizers of modules that the graph does not call have no part in it.
-    """
+    """Refuse a model with activations that have no usable range."""
     problems = []
     for path, module in model.named_modules():
         if isinstance(module, AffineQuantizer):
             continue  # its scale was checked when it was made
         if isinstance(module, TensorQuantizer) and is_active(module):
             owner = path.rpartition(".")[0]
+            # Quantizers of modules that the graph does not call have no part in it.
             if graph is not None and graph.called.isdisjoint((path, owner)):
                 continue
             # The range of a weight is its largest value where nobody says otherwise.

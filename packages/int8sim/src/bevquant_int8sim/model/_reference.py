@@ -65,11 +65,7 @@ class GraphRun:
         }
 
     def step(self, node: fx.Node, beside: GraphRun | None = None) -> Any:
-        """Compute `node` from what its inputs hold now.
-
-        The result of a run beside that has computed it is taken where all inputs are the very same,
-        as those of rulebooks are.
-        """
+        """Compute `node` from what its inputs hold now."""
         if node.op == "placeholder":
             self.values[node] = self._given(node)
         elif node.op == "output":
@@ -118,6 +114,7 @@ class GraphRun:
         if beside is not None and (self.floats == beside.floats or node.target is not OPAQUE):
             inputs = node.all_input_nodes
             quantizes = op_spec(node.target).kind == "quantize"
+            # Computed beside from the very same inputs, as those of rulebooks are.
             if not quantizes and all(self.values[n] is beside.values.get(n) for n in inputs):
                 return beside.values[node]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)

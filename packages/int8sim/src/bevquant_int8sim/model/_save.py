@@ -41,11 +41,7 @@ CONSTANT = "constant."  # before the name that a program's constant has among th
 
 
 def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
-    """Write ``manifest.json`` (schema, checksums), ``program.json`` and ``tensors.safetensors``.
-
-    The files are written to a folder beside `folder` that then replaces it: a reader finds either
-    the whole old model or the whole new one. A folder with other content is not replaced.
-    """
+    """Write ``manifest.json`` (schema, checksums), ``program.json`` and ``tensors.safetensors``."""
     target = file_path(folder, "folder")
     data, tensors = to_document(program)
     content = {
@@ -53,6 +49,8 @@ def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
         TENSORS: save(tensors),
     }
     content[MANIFEST] = manifest_text(content).encode()
+    # Written beside `folder`, which it then replaces: a reader finds the whole old model or the
+    # whole new one. A folder with other content is not replaced.
     _write(target, content)
 
 

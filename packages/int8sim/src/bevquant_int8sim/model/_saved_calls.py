@@ -206,12 +206,10 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def _computes(operator: torch._ops.OpOverload) -> bool:
-    """Whether it computes tensors from tensors or numbers, and writes nothing.
-
-    Other operators that make tensors of nothing (files among them) do not.
-    """
+    """Whether it computes tensors from tensors or numbers, and writes nothing."""
     given = operator._schema.arguments
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in given)
+    # Other operators that make tensors of nothing, as from a file, do not count.
     return not writes and (op_spec(operator).creates or any("Tensor" in str(a.type) for a in given))
 
 

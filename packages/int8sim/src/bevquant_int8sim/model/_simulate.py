@@ -148,13 +148,11 @@ def simulate(
 
 
 def _asks_for_training(module: nn.Module) -> bool:
-    """Whether training mode may change what a module computes.
-
-    It cannot where a module holds no other and no numbers, and no code of its class reads
-    `training`: a layer of einops, which a deep copy makes anew in training mode.
-    """
+    """Whether training mode may change what a module computes."""
     if next(chain(module.children(), module.parameters(), module.buffers()), None) is not None:
         return True
+    # No children and no numbers, as layers of einops, which a deep copy makes anew in training
+    # mode: it depends on the mode only if code of its class reads `training`.
     classes = [c for c in type(module).__mro__ if c not in nn.Module.__mro__]
     functions = (value for c in classes for value in vars(c).values() if inspect.isfunction(value))
     return any("training" in function.__code__.co_names for function in functions)
