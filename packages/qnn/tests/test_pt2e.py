@@ -238,3 +238,12 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.observer", None)
     with pytest.raises(ImportError, match=r"pip install torchao"):
         pt2e_quantizer()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"unsigned": True}, {"quantize_matmul": True}, {"output_weight_bits": 8}]
+)
+def test_settings_that_annotations_do_not_have(setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"these annotations .* leave {name}.* out"):
+        pt2e_quantizer(QuantConfig(**setting))

@@ -46,8 +46,8 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: FP8, `unsigned` or `output_weight_bits` in `config`; and from ``prepare_pt2e``,
-            for a program that `bevquant_graph.module_of` refuses.
+        ValueError: FP8, `unsigned`, `quantize_matmul` or `output_weight_bits` in `config`; and from
+            ``prepare_pt2e``, for a program that `bevquant_graph.module_of` refuses.
     """
     config = config or QuantConfig()
     if isinstance(config.num_bits, tuple) or isinstance(config.weight_bits, tuple):
@@ -55,16 +55,19 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
             "pt2e_quantizer: torchao's PT2E annotations are of integers; use num_bits=8 here, or "
             "quantize_model for FP8"
         )
-    if config.unsigned:
-        raise ValueError(
-            "pt2e_quantizer: these annotations are of signed integers; leave unsigned=True out, or "
-            "use quantize_model"
-        )
-    if config.output_weight_bits is not None:
-        raise ValueError(
-            "pt2e_quantizer: these annotations have one number of bits for all weights; leave "
-            "output_weight_bits out, or use quantize_model"
-        )
+    own = {
+        "unsigned=True": (config.unsigned, "are of signed integers"),
+        "quantize_matmul=True": (config.quantize_matmul, "are of layers and joins"),
+        "output_weight_bits": (
+            config.output_weight_bits is not None, "have one number of bits for all weights",
+        ),
+    }  # fmt: skip
+    for option, (given, these) in own.items():
+        if given:
+            raise ValueError(
+                f"pt2e_quantizer: these annotations {these}; leave {option} out, or use "
+                "quantize_model"
+            )
     quantizer, _, _ = _classes()
     return quantizer(config, method)
 
