@@ -38,9 +38,11 @@ def edited(tree: ast.AST) -> list[int]:
 
 def test_no_message_is_edited() -> None:
     files = [p for top in ("packages", "apps") for p in (ROOT / top).glob("*/src/**/*.py")]
-    found = {
-        f"{p.relative_to(ROOT)}:{line}" for p in files for line in edited(ast.parse(p.read_text()))
-    }
+    found = set()
+    for path in files:
+        text = path.read_text()
+        if "str(" in text and any(f".{name}(" in text for name in EDITS):  # a few of them
+            found |= {f"{path.relative_to(ROOT)}:{line}" for line in edited(ast.parse(text))}
     assert {f.partition(":")[0] for f in found} <= ALLOWED, sorted(found)
 
 
