@@ -220,6 +220,18 @@ def test_nearest_rows_are_those_of_onnx_runtime(height: Any, tmp_path: Path) -> 
         assert np.array_equal(model(torch.from_numpy(values)).numpy(), wanted)
 
 
+@pytest.mark.parametrize("names", [("x.y", "x_y"), ("self", "class")])
+def test_names_of_inputs(names: tuple[str, str], tmp_path: Path) -> None:
+    graph = Graph()
+    pairs = [graph.pair(name, 0.125, number, "uint8") for number, name in enumerate(names)]
+    sizes = {name: SHAPE for name in names}
+    path = graph.save(tmp_path / "names.onnx", sizes, [graph.node("Sub", pairs)])
+    rng = np.random.default_rng(0)
+    feed = {name: rng.uniform(0, 2, SHAPE).astype(F32) for name in names}
+    same_as_file(path, feed)
+    load_qdq_onnx(path, {name: torch.from_numpy(value) for name, value in feed.items()})
+
+
 def test_nodes_in_any_order(tmp_path: Path) -> None:
     """Converters to float16 append their casts, and ONNX Runtime sorts nodes."""
     graph = Graph()

@@ -83,8 +83,8 @@ class Builder:
 
     def build(self) -> fx.GraphModule:
         """The module."""
-        for entry in self.inputs:
-            self.nodes[entry.name] = self.graph.placeholder(identifier(entry.name))
+        for name, argument in self.arguments.items():
+            self.nodes[name] = self.graph.placeholder(argument)
         merged: set[int] = set()
         for number, node in enumerate(self.proto.graph.node):
             if number not in merged:
@@ -98,6 +98,17 @@ class Builder:
     def inputs(self) -> list[Any]:
         """Inputs that are no initializers."""
         return [e for e in self.proto.graph.input if e.name not in self.constants]
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Input names to arguments of the module."""
+        found: dict[str, str] = {}
+        for entry in self.inputs:
+            argument = identifier(entry.name)
+            while argument in found.values():
+                argument += "_"
+            found[entry.name] = argument
+        return found
 
     def _node(self, node: Any, number: int, merged: set[int]) -> None:
         op, where = node.op_type, where_of(node, number)

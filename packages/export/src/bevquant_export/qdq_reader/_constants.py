@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
@@ -228,6 +229,7 @@ def attributes_of(node: Any) -> dict[str, Any]:
 def identifier(name: str) -> str:
     """A name of the file as one of Python."""
     text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "value"
+    text = f"{text}_" if iskeyword(text) or text == "self" else text
     return text if not text[0].isdigit() else f"n{text}"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bevquant_export.dense.verify._runnable import upgraded_opset
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.qdq_reader._build import Builder
-from bevquant_export.qdq_reader._constants import activations, identifier
+from bevquant_export.qdq_reader._constants import activations
 from bevquant_graph import check_kind, file_path
 from bevquant_int8sim import IntegerModel, simulate
 
@@ -215,7 +215,7 @@ def _example(builder: Builder, given: Any, where: str) -> tuple[Any, ...] | dict
         missing = [n for n in names if n not in given]
         if missing:
             raise ValueError(f"{where}: example_inputs have no {missing[0]!r}; expected {names}")
-        return {identifier(n): given[n] for n in names}
+        return {argument: given[n] for n, argument in builder.arguments.items()}
     if given is not None:
         return tuple(given) if isinstance(given, tuple | list) else (given,)
     generator = torch.Generator().manual_seed(0)
