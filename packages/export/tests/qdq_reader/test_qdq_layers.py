@@ -26,6 +26,8 @@ LAYERS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, dict[str, An
     "conv3d": ("Conv", (1, 2, 4, 5, 6), (3, 2, 3, 3, 3), 0, {}),
     "transposed": ("ConvTranspose", (2, 4, 5, 4), (4, 3, 3, 2), 1,
                    {"strides": [2, 2], "pads": [1, 0, 0, 0], "group": 2}),
+    "transposed, cut": ("ConvTranspose", (2, 4, 5, 4), (4, 3, 3, 3), 1,
+                        {"strides": [2, 2], "pads": [0, 1, 2, 2]}),
     "gemm": ("Gemm", (5, 12), (7, 12), 0, {"transB": 1}),
     "gemm, turned": ("Gemm", (5, 12), (12, 7), 1, {}),
     "matmul": ("MatMul", (2, 5, 12), (12, 7), 1, {}),

@@ -98,6 +98,8 @@ NODES: list[Node] = [
      {"group": 4, "auto_pad": "SAME_UPPER", "strides": [2, 1]}),
     ("ConvTranspose", [np.linspace(-1, 1, 144, dtype=F32).reshape(8, 2, 3, 3)],
      {"group": 2, "strides": [2, 2], "pads": [1, 1, 0, 0]}),
+    *(("ConvTranspose", [np.linspace(-1, 1, 144, dtype=F32).reshape(8, 2, 3, 3)],
+       {"auto_pad": auto, "strides": [2, 2]}) for auto in ("SAME_UPPER", "SAME_LOWER")),
     ("Gemm", [np.linspace(-1, 1, 288 * 3, dtype=F32).reshape(288, 3), F32(0.5)], {"alpha": 0.5}),
     ("GridSample", [np.linspace(-1.1, 1, 64, dtype=F32).reshape(2, 4, 4, 2)], {}),
     ("Equal", [F32(0)], {}),
@@ -466,8 +468,8 @@ REFUSED: dict[str, tuple[Callable[[Graph, str], str], str]] = {
     ),
     "transposed padding": (
         lambda g, x: g.node("ConvTranspose", [x, g.constant("w", np.ones((8, 2, 3, 3), F32))],
-                            auto_pad="SAME_UPPER", strides=[2, 2]),
-        "auto_pad=SAME_UPPER.*expected explicit pads",
+                            output_shape=[12, 12], strides=[2, 2]),
+        r"output_shape=\[12, 12\]; expected explicit pads",
     ),
     "scales": (
         lambda g, x: g.stored("w", np.ones((4, 3)), np.ones(5), np.zeros(5), "int8", axis=0),

@@ -36,7 +36,7 @@ from bevquant_export.qdq_reader._constants import (
     value_of,
     where_of,
 )
-from bevquant_export.qdq_reader._layers import layer_of, pad_windows
+from bevquant_export.qdq_reader._layers import cropped, layer_of, pad_windows
 from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT, tensor
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -308,6 +308,9 @@ class Builder:
             self.nodes[more] = self._call(more, module, [x])
             total = Operator(torch.add, [0, 1], {}, name)
             self.nodes[output] = self._call(self._name(name, "sum"), total, [output, more])
+        if any(layer.crop):
+            cut = Operator(cropped, [0], {"crop": layer.crop}, node.name)
+            self.nodes[output] = self._call(self._name(name, "crop"), cut, [output])
         return True
 
     def _added_bias(self, node: Any, channels: int, merged: set[int]) -> tuple[Any, str]:

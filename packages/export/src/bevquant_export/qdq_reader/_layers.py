@@ -239,6 +239,7 @@ class Layer:
     settings: dict[str, Any]  # Of the module: stride, padding and the like
     # Settings of a padding before it (`pad_windows`), which the module cannot express
     pads: dict[str, Any] | None = None
+    crop: tuple[int, ...] = ()  # Rows at the end of each axis that are no result
 
     def modules(self, grid: Grid | None) -> list[nn.Module]:
         """One module, or two whose results are to be added; `grid` is the input's one scale."""
@@ -326,7 +327,7 @@ def layer_of(
     op: str, attributes: dict[str, Any], weight: Array | Stored, bias: Array | Stored | None
 ) -> Layer | None:
     """The layer that a node is, or None where it is none that a module of torch computes."""
-    pads, settings = None, dict[str, Any]()
+    pads, settings, crop = None, dict[str, Any](), tuple[int, ...]()
     if op in ("Gemm", "MatMul"):
         plain = all(attributes.get(name, 1.0) == 1.0 for name in ("alpha", "beta"))
         if not plain or attributes.get("transA", 0) or raw(weight).ndim != 2:
@@ -341,7 +342,10 @@ def layer_of(
             "dilation": tuple(attributes.get("dilations") or [1] * (raw(weight).ndim - 2)),
             "groups": attributes.get("group", 1),
         }
-        pads = _pad(op, attributes, raw(weight).shape[2:], settings)
+        if op == "ConvTranspose":
+            crop = _pad_transposed(attributes, raw(weight).shape[2:], settings)
+        else:
+            pads = _pad(attributes, raw(weight).shape[2:], settings)
         channels = raw(weight).shape[0]
         if op == "ConvTranspose":
             channels = raw(weight).shape[1] * settings["groups"]
@@ -349,38 +353,59 @@ def layer_of(
         if raw(bias).size != 1:
             return None
         bias = np.full(channels, value_of(bias).reshape(()), np.float32)
-    return Layer(op, weight, bias, settings, pads)
+    return Layer(op, weight, bias, settings, pads, crop)
 
 
 def _pad(
-    op: str, attributes: dict[str, Any], kernel: tuple[int, ...], settings: dict[str, Any]
+    attributes: dict[str, Any], kernel: tuple[int, ...], settings: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Add the padding to a module's settings; those of `pad_windows` where it cannot be."""
     auto, pads = attributes.get("auto_pad", "NOTSET"), attributes.get("pads")
     stride, dilation = settings["stride"], settings["dilation"]
-    fixed = auto in ("NOTSET", "VALID")
-    if op == "Conv":
-        given = {"kernel": kernel, "strides": stride, "dilations": dilation, "auto_pad": auto,
-                 "pads": pads}  # fmt: skip
-        # Of stride 1 the input's size has no part in SAME_UPPER and SAME_LOWER.
-        ends = window_pads([1] * len(kernel), **given)
-        if (fixed or max(stride) == 1) and all(a == b for a, b in ends):
-            settings["padding"] = tuple(a for a, _ in ends)
-            return None
-        return given
-    ends = window_pads((), kernel, stride, dilation, auto, pads) if fixed else []
+    given = {"kernel": kernel, "strides": stride, "dilations": dilation, "auto_pad": auto,
+             "pads": pads}  # fmt: skip
+    # Of stride 1 the input's size has no part in SAME_UPPER and SAME_LOWER.
+    ends = window_pads([1] * len(kernel), **given)
+    if (auto in ("NOTSET", "VALID") or max(stride) == 1) and all(a == b for a, b in ends):
+        settings["padding"] = tuple(a for a, _ in ends)
+        return None
+    return given
+
+
+def _pad_transposed(
+    attributes: dict[str, Any], kernel: tuple[int, ...], settings: dict[str, Any]
+) -> tuple[int, ...]:
+    """Add the padding of ConvTranspose to a module's settings; returns rows to cut off."""
+    auto, pads = attributes.get("auto_pad", "NOTSET"), attributes.get("pads")
+    stride, dilation = settings["stride"], settings["dilation"]
     more = attributes.get("output_padding") or [0] * len(kernel)
+    open_size = "output_shape" in attributes
+    if auto in ("NOTSET", "VALID"):
+        ends = window_pads((), kernel, stride, dilation, auto, pads)
+    else:  # stride times the input's size; runtimes differ where kernels are narrower
+        totals = [(k - 1) * d + 1 - s for k, s, d in zip(kernel, stride, dilation, strict=True)]
+        open_size = open_size or min(totals) < 0 or any(more)
+        ends = [(n // 2, n - n // 2) for n in totals]
+        ends = ends if auto == "SAME_UPPER" else [pair[::-1] for pair in ends]
     # Less padding at the end than at the beginning is output padding.
-    added = [n + a - b for n, (a, b) in zip(more, ends, strict=False)]
-    wide = any(not 0 <= n < max(s, d) for n, s, d in zip(added, stride, dilation, strict=False))
-    if not ends or wide or "output_shape" in attributes:
+    added = [n + a - b for n, (a, b) in zip(more, ends, strict=True)]
+    wide = any(n >= max(s, d) for n, s, d in zip(added, stride, dilation, strict=True))
+    if wide or open_size:
         raise ValueError(
             f"auto_pad={auto}, pads={pads}, output_padding={list(more)}, "
-            f"output_shape={attributes.get('output_shape')}; expected explicit pads, at the end at "
-            "most those at the beginning. Write the padding as numbers (onnxsim does)"
+            f"output_shape={attributes.get('output_shape')}; expected explicit pads. Write the "
+            "padding as numbers (onnxsim does)"
         )
-    settings |= {"padding": tuple(a for a, _ in ends), "output_padding": tuple(added)}
-    return None
+    settings["padding"] = tuple(a for a, _ in ends)
+    settings["output_padding"] = tuple(max(n, 0) for n in added)
+    return tuple(max(-n, 0) for n in added)
+
+
+def cropped(x: Tensor, crop: tuple[int, ...]) -> Tensor:
+    """Without so many rows at the end of each axis of the grid."""
+    for axis, rows in enumerate(crop, 2):
+        x = x.narrow(axis, 0, x.shape[axis] - rows)
+    return x
 
 
 def pad_windows(x: Tensor, **settings: Any) -> Tensor:
