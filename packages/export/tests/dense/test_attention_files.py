@@ -59,8 +59,15 @@ def _model(written: str, rows: int = 9, dim: int = 32, **settings: Any) -> tuple
     return model, x
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt11", "horizon", "openvino"])
-@pytest.mark.parametrize("written", ["function", "masked", "einsum", "late"])
+@pytest.mark.parametrize(
+    ("written", "target"),
+    [
+        *((written, "onnxruntime") for written in ("function", "masked", "einsum", "late")),
+        *((written, "tensorrt11") for written in ("masked", "einsum")),
+        ("einsum", "horizon"),  # whose operator set has no Einsum
+        ("function", "openvino"),
+    ],
+)
 def test_files_multiply_the_simulators_integers(written: str, target: str, tmp_path: Path) -> None:
     if target == "openvino":
         pytest.importorskip(target, reason="openvino is not installed")
@@ -86,8 +93,8 @@ def test_weights_behind_softmax_are_unsigned(tmp_path: Path) -> None:
 
 def _predicted(model: Any, x: Tensor, path: Path) -> tuple[set[str], str]:
     """Types of both products, and what the linter says of the first one."""
-    export_qdq_onnx(model, x, path, "tensorrt11")
-    rows = [row for row in predict_layers(path, "tensorrt11") if row.op == "MatMul"]
+    export_qdq_onnx(model, x, path, "tensorrt10")
+    rows = [row for row in predict_layers(path, "tensorrt10") if row.op == "MatMul"]
     assert len(rows) == 2
     return {row.runs for row in rows}, rows[0].reason
 
@@ -115,14 +122,14 @@ def test_prediction_of_an_attention(
     assert found == set(runs.split())
     assert reason in why
     partly = "exclude" in change
-    findings = {finding.id for finding in lint_onnx(tmp_path / "net.onnx", "tensorrt11")}
+    findings = {finding.id for finding in lint_onnx(tmp_path / "net.onnx", "tensorrt10")}
     assert ("TRT022" in findings) == partly
 
 
 def test_nodes_of_one_kernel(tmp_path: Path) -> None:
     model, x = _model("function")
-    export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt10")
-    rows = {row.name: row for row in predict_layers(tmp_path / "net.onnx", "tensorrt10")}
+    export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    rows = {row.name: row for row in predict_layers(tmp_path / "net.onnx", "tensorrt11")}
     first = "quant_attention.scores.MatMul"
     assert rows[first].into == ""
     names = ("quant_attention.Softmax", "quant_attention.values.MatMul")
