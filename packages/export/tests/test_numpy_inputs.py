@@ -64,6 +64,32 @@ def test_files_take_arrays_and_floats_without_float64(profile: str, tmp_path: Pa
         assert not any(row.unexplained for row in compare_qdq_onnx(file, integers, frame(seed)))
 
 
+class Timed(nn.Module):
+    """Adds a layer of a number, which differs between frames, to a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.time = nn.Conv2d(3, 4, 3), nn.Linear(1, 4)
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor, meta: dict) -> Tensor:
+        moved = self.time(x.new_tensor([meta["t"]]))
+        return self.last(self.first(x).relu() + moved[:, None, None])
+
+
+def test_comparison_with_the_model_of_one_frame(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    frames = [{"x": torch.randn(1, 3, 8, 8), "meta": {"t": float(seed)}} for seed in (1, 2)]
+    quantized = quantize_model(Timed().eval(), example_inputs=frames).model
+    calibrate(quantized, frames)
+    integers = simulate(quantized, frames)
+    file = export_qdq_onnx(integers, frames, tmp_path / "net.onnx", "onnxruntime")
+    assert not any(row.unexplained for row in compare_qdq_onnx(file, integers, frames[1]))
+    # Of one frame, the number is a constant of the model.
+    with pytest.raises(ValueError, match=r"which the model does not make.*simulate\(model, frames"):
+        compare_qdq_onnx(file, quantized, frames[1])
+
+
 class Aged(nn.Module):
     """Reads the time since the last frame of two times in float64."""
 

@@ -81,6 +81,8 @@ class CutFile:
         self._tensors = {**file.integers, **file.float8}
         self._float8 = set(file.float8.values())
         for value, tensor in self._tensors.items():
+            if not {value, value.rpartition("[")[0]} & program.values.keys():
+                raise self._absent(tensor)
             names[tensor].append(value)
         self._names = names
         proto, made = forced(content, {tensor: self._kind(tensor) for tensor in names})
@@ -120,12 +122,16 @@ class CutFile:
         """Run the pieces without a cut input."""
         for piece in list(self._pieces):
             if missing := sorted(piece.missing - set(self._rows)):
-                raise ValueError(
-                    f"compare_qdq_onnx: {self._file.path.name} has {missing[0]!r}, which the model "
-                    "does not make; compare it with the model that it was written from"
-                )
+                raise self._absent(missing[0])
             self._start(piece)
         self._wait(0)
+
+    def _absent(self, tensor: str) -> ValueError:
+        return ValueError(
+            f"compare_qdq_onnx: {self._file.path.name} has {tensor!r}, which the model does not "
+            "make; compare it with the model that it was written from. If that was written from a "
+            "list of frames, give the integer model: simulate(model, frames)"
+        )
 
     def rows(self) -> tuple[TensorDifference, ...]:
         """Each tensor, in the order of the model."""
