@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bevquant_qnn as qnn
-from bevquant_quantizers import QuantDescriptor
+from bevquant_quantizers import QuantDescriptor, quantization_disabled
 
 # (name, arguments, input shape, functional): every dense class with a weight.
 WEIGHTED = {
@@ -261,3 +261,14 @@ def test_defaults_of_a_class_are_those_of_modules_built_from_then_on(upstream, m
     assert qnn.QuantMaxPool2d(2, quant_desc_input=QuantDescriptor())._input_quantizer.num_bits == 8
     with pytest.raises(TypeError, match="set_default_quant_desc_input: value must be a QuantDesc"):
         qnn.QuantConv2d.set_default_quant_desc_input(8)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d])
+def test_settings_of_one_number_hold_for_every_axis(layer: type) -> None:
+    net = layer(3, 4, [3, 3, 3][: 3 if layer is nn.Conv3d else 2], stride=[2], padding=[1])
+    made = qnn.quantize_model(net).model
+    assert made.stride == (2,) * len(net.kernel_size)
+    assert made.padding == (1,) * len(net.kernel_size)
+    x = torch.randn(2, 3, *[9] * len(net.kernel_size))
+    with quantization_disabled(made):
+        assert torch.equal(made(x), net(x))

@@ -68,6 +68,11 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
         if layer_class(module, cls.float_class) is None:
             raise no_source(cls, module)
         quantized = take_over(cls.__new__(cls), module)
+        axes = len(getattr(module, "kernel_size", ()))
+        for name in ("stride", "padding", "dilation", "output_padding"):
+            given = vars(quantized).get(name)
+            if isinstance(given, tuple) and len(given) == 1:  # of `stride=[2]`, for every axis
+                setattr(quantized, name, given * axes)
         quantized._add_quantizers(quant_desc_input, quant_desc_weight)
         return quantized
 
