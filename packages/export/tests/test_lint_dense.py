@@ -333,8 +333,8 @@ def test_a_broken_file_is_caught_by_its_rule(
 def test_every_rule_has_a_broken_file() -> None:
     dense = {rule.id for rule in RULES if rule.id[:3] in ("QDQ", "TRT", "ORT", "HRZ")}
     # Rules of one CPU or one version are broken in test_lint_engines.py, those of half precision in
-    # dense/test_dense_half.py, those of FP8 and INT16 in dense/test_dense_{fp8,int16}.py, that of an
-    # attention in dense/test_attention_files.py.
+    # dense/test_dense_half.py, those of FP8 and INT16 in dense/test_dense_{fp8,int16}.py, that
+    # of an attention in dense/test_attention_files.py.
     engines = {"ORT007", "TRT015", "TRT016", "TRT017", "TRT018", "TRT019"}
     engines |= {"ORT009", "QDQ005", "QDQ006", "QDQ007", "TRT020", "TRT021", "TRT022"}
     assert {rule for _, rule, _ in BREAK} == dense - engines
