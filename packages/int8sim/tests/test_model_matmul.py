@@ -45,10 +45,10 @@ class Attention(nn.Module):
         return self.out(scores.softmax(-1) @ v)
 
 
-def _made() -> tuple[nn.Module, Any, Tensor]:
+def _made(**settings: Any) -> tuple[nn.Module, Any, Tensor]:
     torch.manual_seed(0)
     net, x = Attention().eval(), torch.randn(2, 9, 16)
-    config = QuantConfig(quantize_matmul=True)
+    config = QuantConfig(quantize_matmul=True, **settings)
     quantized = quantize_model(net, config, example_inputs=x).model
     calibrate(quantized, [x])
     return net, simulate(quantized, x), x
@@ -77,3 +77,12 @@ def test_steps_multiply_integers(tmp_path: Path) -> None:
     assert result is not None
     assert "within one step" in str(compare(net, integers, [y]))
     assert {fallback.what for fallback in integers.float_fallbacks} == {"softmax"}
+
+
+def test_products_of_fp8_are_floats_by_name() -> None:
+    net, integers, x = _made(num_bits=(4, 3))
+    reasons = [f.reason for f in integers.float_fallbacks if "FP8" in f.reason]
+    assert reasons == ["products of two FP8 tensors are computed in float32"] * 2
+    with torch.no_grad():
+        wanted = net(x)
+    assert float((integers(x) - wanted).norm() / wanted.norm()) < 0.1

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevquant_qnn import QuantAttention, QuantConfig, QuantMatmul, quantize_model
+from bevquant_qnn import QuantAttention, QuantConfig, QuantMatmul, quantize_model, sensitivity
 from bevquant_quantizers import calibrate
 
 BOTH = QuantConfig(quantize_matmul=True, input_calibrator="max")
@@ -153,6 +153,32 @@ def test_a_parameter_is_no_activation() -> None:
     result = quantize_model(Table().eval(), BOTH, example_inputs=X)
     assert [item.path for item in result.quantized] == ["first"]
     assert [note.path for note in result.skipped if "a matrix product" in note.reason] == [""]
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "depth"),
+    [
+        (None, [(2, 3, 4), (4, 5)], 4),
+        ("bhnc,bhmc->bhnm", [(2, 3, 4, 5), (2, 3, 6, 5)], 5),
+        ("...ic, ...jc -> ...ij", [(2, 4, 5), (2, 6, 5)], 5),
+        ("ab...,cb...->ac...", [(2, 3, 4), (5, 3, 4)], 3),
+        ("ij,jk", [(2, 3), (3, 4)], 3),
+        ("nij,nij->n", [(2, 3, 4), (2, 3, 4)], 12),
+    ],
+)
+def test_products_of_a_value(equation: str | None, shapes: list[Any], depth: int) -> None:
+    product = QuantMatmul(equation)
+    a, b = (torch.ones(shape) for shape in shapes)
+    for quantizer in product.operand_quantizers:
+        quantizer.disable()
+    assert product.depth(a, b) == depth
+    assert torch.equal(product(a, b).unique(), torch.tensor([float(depth)]))
+
+
+def test_sensitivity_counts_multiplications() -> None:
+    model = _quantized(Attention("@")).model
+    rows = {row.modules[0]: row.operations for row in sensitivity(model, [X]).rows}
+    assert rows["quant_matmul"] == rows["quant_matmul_1"] == 2 * 2 * 12 * 12 * 16
 
 
 def test_gradients_reach_both_operands() -> None:

@@ -74,6 +74,20 @@ class QuantMatmul(InputDefault, nn.Module):
         a, b = self._input_quantizer(a), self._other_quantizer(b)
         return torch.matmul(a, b) if self.equation is None else torch.einsum(self.equation, a, b)
 
+    def depth(self, a: Tensor, b: Tensor) -> int:
+        """How many products each value of the result is a sum of."""
+        if self.equation is None:
+            return int(a.shape[-1])
+        terms, _, made = self.equation.replace(" ", "").partition("->")
+        sizes: dict[str, int] = {}
+        for term, x in zip(terms.split(","), (a, b), strict=True):
+            before, _, behind = term.partition("...")
+            sizes |= dict(zip(before, x.shape, strict=False))
+            sizes |= dict(zip(reversed(behind), reversed(x.shape), strict=False))
+        # Without an arrow, what stands once is kept.
+        kept = made or {label for label in sizes if terms.count(label) == 1}
+        return math.prod(size for label, size in sizes.items() if label not in kept)
+
     def extra_repr(self) -> str:
         """The equation, where there is one."""
         return "" if self.equation is None else repr(self.equation)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_graph import Forward, checked_batches, is_sparse_tensor, leaves, on_batch
+from bevquant_qnn._matmul import QuantMatmul
 from bevquant_qnn._precision import (
     Precision,
     Setting,
@@ -282,6 +283,8 @@ def _operations(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
         return int(math.prod(channels)) * _pairs(module, inputs[0], output)
     if isinstance(module, nn.Linear):
         return int(output.numel() * module.in_features)
+    if isinstance(module, QuantMatmul):
+        return int(output.numel()) * module.depth(*inputs)
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         # Every input meets every weight of its group.
         return int(inputs[0].numel() * math.prod(module.weight.shape[1:]))

@@ -253,6 +253,8 @@ class _Reader(GraphValues):
             equation, factors = factors[0], list(factors[1])
         if len(factors) != 2 or not all(map(self._is_tensor, factors)):
             return None
+        if all(x.name in self._float8 for x in factors):
+            return self._any(node, spec, "products of two FP8 tensors are computed in float32")
         if not all(isinstance(self.natural[x.name], Integers) for x in factors):
             return None
         return self._tensor(node, "matmul", args=tuple(factors), what=equation)
