@@ -136,3 +136,25 @@ def test_nodes_of_one_kernel(tmp_path: Path) -> None:
     assert {rows[name].into for name in names} == {first}
     nodes = onnx.load(tmp_path / "net.onnx").graph.node
     assert {node.op_type for node in nodes} >= {"MatMul", "Softmax", "QuantizeLinear"}
+
+
+def test_fp8_has_no_conditions_of_int8(tmp_path: Path) -> None:
+    model, x = _model("written out", dim=24, num_bits=(4, 3))
+    found, why = _predicted(model, x, tmp_path / "net.onnx")
+    assert found == {"fp8"}
+    assert "can be one kernel" in why
+
+
+def test_a_long_way_around_a_softmax_is_no_attention(tmp_path: Path) -> None:
+    """Each sum reads the one before it twice: 2³⁰⁰ ways lead to the input."""
+    nodes = [onnx.helper.make_node("Add", [f"x{i}", f"x{i}"], [f"x{i + 1}"]) for i in range(300)]
+    nodes.append(onnx.helper.make_node("Softmax", ["x300"], ["y"]))
+    ports = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 3])
+        for name in ("x0", "y")
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", ports[:1], ports[1:])
+    sets = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=sets), tmp_path / "net.onnx")
+    assert not [f for f in lint_onnx(tmp_path / "net.onnx", "tensorrt11") if f.id == "TRT022"]
+    assert {row.runs for row in predict_layers(tmp_path / "net.onnx", "tensorrt11")} == {"float32"}

@@ -8,8 +8,9 @@ product; the scale stands on the queries or keys, in front of the first product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules
 from bevquant_export.lint._shapes import Value
@@ -28,6 +29,7 @@ _PASSED = {"Cast", "Identity", "QuantizeLinear", "DequantizeLinear", "Dropout", 
 _PAIRS = {"Cast", "Identity", "QuantizeLinear", "DequantizeLinear"}
 _MOVES = {"Cast", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 _OPERANDS = 4
+_NEAR = 64  # nodes around a Softmax that are searched for the products of its attention
 _HEADS, _INT8_HEADS, _INT8_ROWS = range(16, 257, 8), (16, 32, 64), 512
 
 
@@ -47,6 +49,12 @@ class Attention:
         }  # fmt: skip
         return [what for what, name in operands.items() if pairs.dequantized(name) is None]
 
+    def partly(self, pairs: Pairs) -> str:
+        """What lacks a pair where something has one, in words; else empty."""
+        bare = self.bare(pairs)
+        some = 0 < len(bare) < _OPERANDS
+        return f"it has some pairs, and none behind {', '.join(bare)}" if some else ""
+
     def obstacle(self, pairs: Pairs, shapes: Mapping[str, Value], runs: str) -> str:
         """Why TensorRT does not run it as one kernel; empty where nothing is known against it.
 
@@ -64,12 +72,13 @@ class Attention:
         changed = next((node.op for node in weights if node.op not in _PAIRS), None)
         if changed is not None:
             return f"{changed} stands between Softmax and the second product"
-        bare = self.bare(pairs)
-        int8 = not bare
-        if 0 < len(bare) < _OPERANDS:
-            return f"it has some pairs, and none behind {', '.join(bare)}"
-        if int8 and not _is_quantized(pairs, self.second):
+        if partly := self.partly(pairs):
+            return partly
+        if not self.bare(pairs) and not _is_quantized(pairs, self.second):
             return "it has no pair behind the second product"
+        if runs == "fp8":
+            return ""  # the conditions of FP8 are not documented
+        int8 = runs == "int8"
         query, key = (_shape(shapes, name) for name in self.first.inputs[:2])
         if not query or not key:
             return ""
@@ -95,50 +104,64 @@ def find_attentions(graph: Graph) -> Iterator[Attention]:
     for node in graph.nodes:
         if node.op != "Softmax":
             continue
-        above, below = _above(graph, node), _below(graph, node)
-        if above and below and not any(graph.constant(name) for name in above[-1].inputs):
+        above = _way(node, partial(_makers, graph))
+        below = _way(node, partial(_readers, graph))
+        held = [] if not above else [graph.constant(name) for name in above[-1].inputs]
+        if above and below and all(tensor is None for tensor in held):
             between = (*reversed(above[:-1]), node, *below[:-1])
             yield Attention(above[-1], below[-1], between)
 
 
 def check_attentions(pairs: Pairs) -> Iterator[Finding]:
-    """Report attentions of which a part is quantized."""
+    """Report partly quantized attentions."""
     for attention in find_attentions(pairs.graph):
-        bare = attention.bare(pairs)
-        if 0 < len(bare) < _OPERANDS:
-            reason = f"it has some pairs, and none behind {', '.join(bare)}"
-            yield PLACES.found(attention.first.name, reason)
+        if partly := attention.partly(pairs):
+            yield PLACES.found(attention.first.name, partly)
 
 
-def _above(graph: Graph, node: Node) -> list[Node]:
-    """From a node up to the product that makes its input; empty without one."""
-    slots = (1, 2, 0) if node.op == "Where" else (0, 1)[: 2 if node.op in ("Add", "Mul") else 1]
-    for slot in slots:
-        before = graph.producers.get(node.input(slot))
-        if before is not None and before.op == "MatMul":
-            return [before]
-        if before is not None and before.op in _PASSED and (found := _above(graph, before)):
-            return [before, *found]
+def _way(node: Node, onward: Callable[[Node], Iterable[Node | None]]) -> list[Node]:
+    """Nodes behind `node` up to the first product that `onward` leads to; empty without one."""
+    came: dict[Node, Node] = {}
+    pending = [node]
+    while pending and len(came) < _NEAR:
+        at = pending.pop()
+        if at.op == "MatMul":
+            way = [at]
+            while came[way[0]] is not node:
+                way.insert(0, came[way[0]])
+            return way
+        # The first of them is followed to its end before the next.
+        for found in reversed(list(onward(at))):
+            if found is not None and found not in came and found.op in ("MatMul", *_PASSED):
+                came[found] = at
+                pending.append(found)
     return []
 
 
-def _below(graph: Graph, node: Node) -> list[Node]:
-    """From a node down to the product whose first operand it makes; empty without one."""
-    for after in graph.users(node):
-        if after.op == "MatMul":
-            return [after] if after.input(0) in node.outputs else []
-        if after.op in _PASSED and (found := _below(graph, after)):
-            return [after, *found]
-    return []
+def _makers(graph: Graph, node: Node) -> Iterator[Node | None]:
+    """Producers of a node's inputs, of a Where the condition's last."""
+    names = [*node.inputs[1:], *node.inputs[:1]] if node.op == "Where" else node.inputs
+    yield from map(graph.producers.get, names)
+
+
+def _readers(graph: Graph, node: Node) -> Iterator[Node]:
+    """Consumers, of products those whose first operand it is."""
+    for user in graph.users(node):
+        if user.op != "MatMul" or user.input(0) in node.outputs:
+            yield user
 
 
 def _is_quantized(pairs: Pairs, node: Node) -> bool:
     """Whether a node's result is quantized, directly or moved first."""
-    users = pairs.graph.users(node)
-    return bool(users) and all(
-        user.op == "QuantizeLinear" or (user.op in _MOVES and _is_quantized(pairs, user))
-        for user in users
-    )
+    pending, moved = [node], {node}
+    while pending:
+        users = pairs.graph.users(pending.pop())
+        others = {user for user in users if user.op != "QuantizeLinear"} - moved
+        if not users or not all(user.op in _MOVES for user in others):
+            return False
+        moved |= others
+        pending += others
+    return True
 
 
 def _by_number(graph: Graph, node: Node) -> bool:

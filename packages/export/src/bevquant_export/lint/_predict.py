@@ -128,7 +128,7 @@ class _Prediction:
 
     def _attention(self, attention: Attention, node: Node) -> tuple[str, str, str]:
         """A node of an attention, which is one kernel if nothing stands against it."""
-        runs, reason = self._product(attention.first, self._float_type(attention.first))
+        runs, _ = self._product(attention.first, self._float_type(attention.first))
         why = attention.obstacle(self.pairs, self.shapes, runs)
         first = attention.first.name
         if not why:
@@ -151,7 +151,7 @@ class _Prediction:
         """A product of two activations."""
         one, other = (self.pairs.dequantized(node.input(slot)) for slot in (0, 1))
         if one is None or other is None:
-            return float_type, "it multiplies two activations, of which not both have pairs"
+            return float_type, "it multiplies two activations, and one or both have no pair"
         if _kind(one) != _kind(other):
             return float_type, f"one operand is {_kind(one)} and the other {_kind(other)}"
         return _kind(one), "it multiplies two activations with pairs"
