@@ -29,6 +29,7 @@ class OpSpec:
             ``"relu"``, ``"add"``, ``"max_pool"``, ``"avg_pool"``, ``"resize"``;
             ``"sample"`` weighted sums of its first operand at real positions;
             ``"layer"`` products with a weight;
+            ``"matmul"`` products of tensors that a forward names;
             ``"norm"`` a batch norm of fixed statistics;
             ``"quantize"`` fake quantization;
             ``"rulebook"``, ``"sparse_layer"``, ``"sparse_pool"``, ``"to_dense"``;
@@ -186,7 +187,8 @@ OPERATORS: dict[str, OpSpec] = {
         "grid_sample grid_sampler grid_sampler_2d grid_sampler_3d "
         "bevquant_graph::deformable_attention", "sample", places=True,
     ),
-    **_rows("matmul mm bmm addmm baddbmm einsum", "float", product="a matrix product"),
+    **_rows("matmul mm bmm einsum", "matmul", product="a matrix product"),
+    **_rows("addmm baddbmm", "float", product="a matrix product"),
     **_rows("scaled_dot_product_attention", "float", product="attention"),
     **_rows("to _to_copy type_as float half double int long bool", "float", casts=True),
     **_rows(

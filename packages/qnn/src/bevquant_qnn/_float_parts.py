@@ -16,7 +16,7 @@ from bevquant_quantizers import TensorQuantizer
 
 # Kinds of operators that make new values in float, and operators of these kinds that only move
 # them or are fused into a layer. Additions have their own notes.
-_COMPUTES = frozenset({"float", "layer", "norm", "resize", "avg_pool"})
+_COMPUTES = frozenset({"float", "layer", "matmul", "norm", "resize", "avg_pool"})
 _MOVES = frozenset(
     "SparseConvTensor adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d copy cpu cuda "
     "data dense dtype empty_like features new_empty new_zeros replace_feature setattr to_dense "

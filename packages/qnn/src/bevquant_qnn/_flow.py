@@ -12,7 +12,7 @@ from bevquant_graph import OPAQUE
 from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._functional_calls import Target
 from bevquant_qnn._functional_ops import Followed, FunctionalOp
-from bevquant_qnn._matmul import QuantAttention, QuantMatmul
+from bevquant_qnn._matmul import QuantAttention, QuantMatmul, equation_and_operands
 from bevquant_qnn._steps import Steps, is_batch_norm, is_library_module, is_quantized
 from bevquant_quantizers import TensorQuantizer
 
@@ -115,7 +115,7 @@ class _Reader:
             if not entering or quantizer is None:
                 continue
             if isinstance(module, QuantMatmul):
-                self.factors(module, steps, _operands(node), node)
+                self.factors(module, steps, equation_and_operands(node.args)[1], node)
                 continue
             if not isinstance(module, QuantAdd | QuantConcat):
                 if (steps, call) in self.entered:
@@ -232,9 +232,3 @@ class _Reader:
 def _input_quantizer(module: nn.Module) -> TensorQuantizer | None:
     found = module._modules["_input_quantizer"] if is_quantized(module) else module
     return found if isinstance(found, TensorQuantizer) else None
-
-
-def _operands(node: fx.Node) -> list[Any]:
-    """The two operands of a node of `torch.matmul` or `torch.einsum`."""
-    given = node.args[1] if isinstance(node.args[0], str) else node.args
-    return list(given)  # type: ignore[arg-type]

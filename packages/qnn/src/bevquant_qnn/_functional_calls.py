@@ -89,7 +89,7 @@ Plan = tuple[CallSite, ...]
 
 
 class FunctionalCall(NamedTuple):
-    """An operation that was seen: by which module, in which call of it, where, the how many-th.
+    """A recorded operation: its module, the number of the module's call, its place and pass.
 
     `again` is site and occurrence of an earlier addition of the same two tensors in this call.
     """
@@ -188,7 +188,7 @@ class _FunctionalMode(TorchFunctionMode):
         if kind == "attention":
             return child(*args, **kwargs)
         if kind == "matmul" and (factors := factors_of(args, kwargs)) is not None:
-            return child(*factors[1])
+            return child(*factors)
         if target.operand is None:
             return child(*args)
         if not args:  # `grid_sample(input=x, grid=grid)`

@@ -15,7 +15,7 @@ from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_functions
 from bevquant_qnn._functional_calls import CallSite, Site, Target, functional_class, plan_of
 from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
-from bevquant_qnn._matmul import QuantAttention, QuantMatmul
+from bevquant_qnn._matmul import QuantAttention, QuantMatmul, equation_and_operands
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._steps import Call, Steps, ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._takeover import attach_quantizer
@@ -33,7 +33,7 @@ class FunctionalOp:
     # ``"add"``, ``"cat"``, ``"sample"``, ``"product"`` with a parameter, ``"matmul"`` of two
     # activations or ``"attention"``.
     kind: str
-    # Where in the forward it is made, and `occurrence` the how many-th time in this call.
+    # Its place in the forward, and the number of times that this call passed it before.
     site: Site
     occurrence: int
     # What the model computes, `node` the step; None where it is in none.
@@ -63,21 +63,11 @@ class FunctionalOp:
             )
             return list((named | self.node.kwargs).values())[:3]
         if self.kind == "matmul":
-            return self.factors[1]
+            return equation_and_operands(self.node.args)[1]
         if self.kind != "cat":
             return list(self.node.args[: 2 if self.kind == "add" else 1])
         given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
         return list(given) if isinstance(given, list | tuple) else [given]
-
-    @property
-    def factors(self) -> tuple[str, list[object]]:
-        """Equation (of `einsum`) and operands of a product of two activations."""
-        assert self.node is not None
-        first, second = self.node.args[:2]
-        if not isinstance(first, str):
-            return "", [first, second]
-        assert isinstance(second, list | tuple)  # an einsum's operands
-        return first, list(second)
 
     @property
     def dim(self) -> object:
@@ -375,7 +365,7 @@ class _Placer:
             self._attach(op, "quant_attention", lambda d: QuantAttention(quant_desc_input=d),
                          "attention")  # fmt: skip
             return
-        equation = op.factors[0]
+        equation, _ = equation_and_operands(op.node.args)
         self._attach(op, "quant_matmul", lambda d: QuantMatmul(equation, quant_desc_input=d),
                      "product of activations")  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,21 @@ MATMULS = frozenset(
 ATTENTIONS = frozenset({F.scaled_dot_product_attention})
 
 
-def factors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
-    """Equation and operands of a call of one of `MATMULS`; None for any but two tensors.
+def equation_and_operands(args: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Of a call of one of `MATMULS` or its node; the equation is `einsum`'s, else empty."""
+    if not args or not isinstance(args[0], str):
+        return "", list(args)
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    return equation, operands
 
-    The equation is that of `einsum`, empty for the others.
-    """
-    equation, given = "", list(args)
-    if given and isinstance(given[0], str):
-        equation, *given = given
-        if len(given) == 1 and isinstance(given[0], list | tuple):
-            given = list(given[0])
+
+def factors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Operands of a call of one of `MATMULS`; None for any but two tensors."""
+    _, given = equation_and_operands(args)
     two = len(given) == 2 and not kwargs and all(isinstance(value, Tensor) for value in given)
-    return (equation, given) if two else None
+    return given if two else None
 
 
 class QuantMatmul(InputDefault, nn.Module):

@@ -29,6 +29,7 @@ from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._functional_calls import FunctionalCall, Recorder, functional_class, plan_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._holders import activation_quantizers
+from bevquant_qnn._matmul import equation_and_operands
 from bevquant_qnn._replay import evaluation, run
 from bevquant_qnn._steps import Call, Steps, is_quantized, is_table
 from bevquant_quantizers import TensorQuantizer
@@ -51,7 +52,6 @@ def observe(
 
 
 _PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-_MATMULS = frozenset({"matmul", "bmm", "mm", "einsum"})
 
 
 class _Observer:
@@ -303,8 +303,8 @@ def _functional_kind(steps: Steps, node: fx.Node) -> str | None:
         return "add" if two and all(_is_tensor(a) for a in node.args) else None
     if spec.name in _PRODUCTS:
         return "product"
-    if spec.name in _MATMULS:
-        return "matmul" if spec.name != "einsum" or len(node.all_input_nodes) == 2 else None
+    if spec.kind == "matmul":
+        return "matmul" if len(equation_and_operands(node.args)[1]) == 2 else None
     if spec.product == "attention":
         return "attention"
     called = op_spec(called_name(node)).name  # not of `hstack`, which takes no axis

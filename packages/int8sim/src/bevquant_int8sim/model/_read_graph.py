@@ -30,7 +30,6 @@ from bevquant_int8sim.model._step import Method, Ref
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
-_MATMULS = frozenset({"matmul", "bmm", "mm", "einsum"})
 _LAST = 2**63 - 1  # the end of a slice without one
 
 
@@ -244,9 +243,9 @@ class _Reader(GraphValues):
             natural=ACCUMULATORS,
         )  # fmt: skip
 
-    def _read_float(self, node: fx.Node, spec: OpSpec) -> Any:
-        """A product of two tensors of integers; every other operator of this kind stays float."""
-        if spec.name not in _MATMULS or node.kwargs:
+    def _read_matmul(self, node: fx.Node, spec: OpSpec) -> Any:
+        """A product of two tensors of integers."""
+        if node.kwargs:
             return None
         equation, factors = "", list(self._resolved(node.args))
         if isinstance(factors[0], str):
