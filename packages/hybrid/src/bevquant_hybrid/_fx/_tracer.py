@@ -342,7 +342,7 @@ def _writes(node: Node, model: nn.Module) -> bool:
 @contextmanager
 def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
     """Have a forward that was put on the model itself found where a tracer looks: in its class."""
-    # Taken off for good: what is made of the model has the traced one.
+    # Not put back: the graph module that is made of the model has the traced forward.
     own = model.__dict__.pop("forward", None)
     if own is None:
         yield

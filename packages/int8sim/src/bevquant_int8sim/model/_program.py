@@ -70,9 +70,8 @@ class Program:
     # Which members of dictionaries and dataclasses a call must have, and which others it returns;
     # without entries all.
     members: ReadMembers = field(default_factory=ReadMembers)
-    # Multiplications of each step on the example inputs, by its first output; of one that
-    # multiplies no matrices, the values that it computes. Filled where the model is held against
-    # the one that it was made from.
+    # Multiplications of each step on the example inputs, by its first output; without matrix
+    # products the number of computed values. Filled when the model is compared with its source.
     operations: dict[str, int] = field(default_factory=dict)
     # Inputs of float64 that become float32 at the start (`in_single`).
     single: frozenset[str] = frozenset()

@@ -123,7 +123,7 @@ def _integer_bias(
         needed = bias.detach().abs().double() / input_scale / 2.0**30
         filled = torch.where(scale == 0, torch.maximum(filled, needed), filled)
     total = filled * input_scale
-    # The int32 bias of a file, of which float32 would keep 24 bits.
+    # A file's int32 bias as it is: float32 keeps only 24 of its bits.
     stored = module._buffers.get("integer_bias")
     if bias is None or stored is not None:
         return stored, total

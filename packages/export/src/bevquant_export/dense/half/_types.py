@@ -94,7 +94,7 @@ class _Writer:
         for slot, value in enumerate(self.graph.outputs):
             if value in self.ports and value not in self.halves:
                 self._half_output(slot, value)
-        # Constants of which only the halves are read.
+        # Float32 constants that only their float16 copies replace: nothing reads them.
         for value in [v for v in self.graph.initializers.values() if not v.uses()]:
             del self.graph.initializers[value.name or ""]
         for value in self.ports:
