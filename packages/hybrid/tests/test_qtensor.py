@@ -44,6 +44,8 @@ KEEPING = [
     lambda x: x.chunk(2, 1)[1],
     lambda x: x.contiguous().unsqueeze(0).squeeze(0),
     lambda x: x.moveaxis(1, -1).swapdims(0, 1),
+    lambda x: x.flatten(1).t(),
+    lambda x: torch.t(x[0, 0]).view_as(torch.empty(x[0, 0].shape)),
 ]
 
 

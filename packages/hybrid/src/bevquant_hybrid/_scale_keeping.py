@@ -46,10 +46,14 @@ def _functions(names: str) -> set[Any]:
     }
 
 
+# Methods that a traced model keeps wherever their input is, as floats or as integers.
+PASSING = (
+    "chunk clone contiguous detach expand flatten permute repeat reshape split squeeze transpose "
+    "unbind unsqueeze view view_as"
+)
 _VIEWS = {getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE} | _functions(
-    "__getitem__ channel_shuffle chunk clone contiguous detach expand expand_as flatten "
-    "flip gather index_select movedim narrow permute pixel_shuffle pixel_unshuffle repeat reshape "
-    "roll select split squeeze tile transpose unbind unflatten unsqueeze"
+    f"{PASSING} __getitem__ channel_shuffle expand_as flip gather index_select movedim narrow "
+    "pixel_shuffle pixel_unshuffle roll select t tile unflatten"
 )
 _VIEWS |= {Tensor.cpu, Tensor.cuda}
 _ORDER = _functions("amax amin max min sort topk")

@@ -218,15 +218,16 @@ def _called(function: Any, x: TracedQTensor, *args: Any, **kwargs: Any) -> Any:
     return QTensor.__torch_function__(function, (), (x, *args), kwargs)
 
 
-for _name in ("getitem", "len", "eq", "ne", "gt", "ge", "lt", "le", "add", "sub", "mul", "abs"):
-    _function = getattr(Tensor, f"__{_name}__")
-    setattr(
-        TracedQTensor,
-        f"__{_name}__",
-        functools.partialmethod(
-            lambda self, *args, _function: _called(_function, self, *args), _function=_function
-        ),
+# Python looks these up in the class, past `__getattr__`.
+_SPECIAL = (
+    "__getitem__ __len__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ __add__ __sub__ __mul__ __abs__"
+)
+for _name in _SPECIAL.split():
+    _method = functools.partialmethod(
+        lambda self, *args, _function: _called(_function, self, *args),
+        _function=getattr(Tensor, _name),
     )
+    setattr(TracedQTensor, _name, _method)
 TracedQTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
 pytree.register_pytree_node(
     TracedQTensor,

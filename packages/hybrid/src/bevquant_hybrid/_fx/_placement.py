@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from bevquant_graph import layer_class
 from bevquant_hybrid._quant_stub import QuantStub
-from bevquant_hybrid._scale_keeping import rule_of
+from bevquant_hybrid._scale_keeping import PASSING, rule_of
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn._pillars import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
@@ -33,10 +33,7 @@ from ._tracer import called_function, called_path, number_nodes, scope_of, with_
 
 _PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)
 _PASS_FUNCTIONS = {operator.getitem, torch.flatten, torch.reshape, F.dropout, F.dropout2d}
-_PASS_METHODS = {
-    *("view", "reshape", "flatten", "contiguous", "clone", "detach", "permute", "transpose"),
-    *("squeeze", "unsqueeze", "chunk", "split", "expand", "repeat", "view_as", "unbind"),
-}
+_PASS_METHODS = set(PASSING.split())
 # Modules that keep the scale of their input.
 _KEEPING = (
     *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.MaxPool2d, nn.Upsample, nn.UpsamplingBilinear2d),
