@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -285,25 +286,21 @@ class RMSNorm(nn.RMSNorm):
     """
 
 
-def _matmul(tensors: list[Tensor], x_trans: bool, y_trans: bool) -> Tensor:
-    x, y = tensors
+def _add_relu(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x + y)
+
+
+def _matmul(x: Tensor, y: Tensor, x_trans: bool, y_trans: bool) -> Tensor:
     left, right = (v.transpose(-1, -2) if t else v for v, t in ((x, x_trans), (y, y_trans)))
     return torch.matmul(left, right)
 
 
+# `Arithmetic` adds the operations that take two tensors, or one and its axes.
 FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "add": lambda tensors: tensors[0] + tensors[1],
-    "add_relu": lambda tensors: torch.relu(tensors[0] + tensors[1]),
-    "sub": lambda tensors: tensors[0] - tensors[1],
-    "mul": lambda tensors: tensors[0] * tensors[1],
-    "maximum": lambda tensors: torch.maximum(*tensors),
-    "minimum": lambda tensors: torch.minimum(*tensors),
     "matmul": _matmul,
-    "cat": torch.cat,
-    "mean": lambda tensors, **settings: torch.mean(*tensors, **settings),
-    "sum": lambda tensors, **settings: torch.sum(*tensors, **settings),
-    "add_scalar": lambda tensors, number: tensors[0] + number,
-    "mul_scalar": lambda tensors, number: tensors[0] * number,
+    "cat": lambda *tensors, dim: torch.cat(tensors, dim),
+    "add_scalar": lambda x, number: x + number,
+    "mul_scalar": lambda x, number: x * number,
 }
 
 
@@ -316,14 +313,20 @@ def _number(value: Any) -> float:
         return float(value)
 
 
-def _of_two(name: str, doc: str) -> Any:
-    """A method that computes one of `FLOAT_OPERATIONS` of two tensors."""
+def _method(function: Callable[..., Any], doc: str, *, reduces: bool = False) -> Any:
+    """The method that computes a function of two tensors, or of one along axes."""
+    name = function.__name__.lstrip("_")
+    FLOAT_OPERATIONS[name] = function
 
-    def method(self: Arithmetic, x: Tensor, y: Tensor) -> Tensor:
+    def of_two(self: Arithmetic, x: Tensor, y: Tensor) -> Tensor:
         return self.operate(name, [x, y])
 
-    method.__name__, method.__qualname__, method.__doc__ = name, f"Arithmetic.{name}", doc
-    return method
+    def along(self: Arithmetic, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        return self.operate(name, [x], dim=dim, keepdim=keepdim)
+
+    made = along if reduces else of_two
+    made.__name__, made.__qualname__, made.__doc__ = name, f"Arithmetic.{name}", doc
+    return made
 
 
 class Arithmetic:
@@ -331,7 +334,7 @@ class Arithmetic:
 
     def operate(self, name: str, tensors: list[Tensor], **settings: Any) -> Tensor:
         """Compute one of `FLOAT_OPERATIONS`."""
-        return FLOAT_OPERATIONS[name](tensors, **settings)
+        return FLOAT_OPERATIONS[name](*tensors, **settings)
 
     def forward(self, *args: Any) -> Any:
         """Refuse a call without a method.
@@ -342,10 +345,12 @@ class Arithmetic:
         kind = type(self).__name__
         raise TypeError(f"{kind}: call a method of it (add, mul, cat, …), not itself")
 
-    add, add_relu = _of_two("add", "X + y."), _of_two("add_relu", "max(x + y, 0).")
-    sub, mul = _of_two("sub", "X − y."), _of_two("mul", "x·y, element by element.")
-    maximum = _of_two("maximum", "Elementwise maximum.")
-    minimum = _of_two("minimum", "Elementwise minimum.")
+    add, add_relu = _method(operator.add, "X + y."), _method(_add_relu, "max(x + y, 0).")
+    sub, mul = _method(operator.sub, "X − y."), _method(operator.mul, "x·y, element by element.")
+    maximum = _method(torch.maximum, "Elementwise maximum.")
+    minimum = _method(torch.minimum, "Elementwise minimum.")
+    mean = _method(torch.mean, "Mean over `dim`.", reduces=True)
+    sum = _method(torch.sum, "Sum over `dim`.", reduces=True)
 
     def matmul(self, x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
         """Matrix product; `x_trans`, `y_trans` transpose the last two axes first."""
@@ -364,14 +369,6 @@ class Arithmetic:
                 f"{tensors.dim()} axes; hand over all that are joined"
             )
         return self.operate("cat", list(tensors), dim=dim)
-
-    def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Mean over `dim`."""
-        return self.operate("mean", [x], dim=dim, keepdim=keepdim)
-
-    def sum(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Sum over `dim`."""
-        return self.operate("sum", [x], dim=dim, keepdim=keepdim)
 
     def add_scalar(self, x: Tensor, y: float) -> Tensor:
         """X plus a number."""
