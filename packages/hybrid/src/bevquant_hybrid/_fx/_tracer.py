@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node, Proxy, Tracer
+from torch.fx.node import map_arg
 from torch.fx.proxy import TraceError
 
 from bevquant_graph import op_spec
@@ -123,15 +124,26 @@ class _WritableProxy(Proxy):
 class HybridTracer(Tracer):
     """Tracer of float, fused and prepared models.
 
+    Args:
+        opened: Which modules are followed, although others of their class are one node.
+        paths: Path of each module, where the traced module is not the model.
+        example: The traced module's only input; it answers what a forward asks of a value.
+
     Attributes:
         methods: Calls of wrapped methods, by the names that they are to have in the model. They
             are added when it is traced: a Sequential may be iterating over its modules before.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        opened: Callable[[nn.Module], bool] = lambda module: False,
+        paths: Mapping[nn.Module, str] | None = None,
+        example: tuple[Any, ...] | None = None,
+    ) -> None:
         super().__init__()
         self.methods: dict[str, nn.Module] = {}
         self.where: list[str] = []
+        self._opened, self._paths, self._example = opened, paths, example
 
     def create_arg(self, a: Any) -> Any:
         """What a node reads: of a dictionary that the forward changed, the changed one."""
@@ -159,7 +171,29 @@ class HybridTracer(Tracer):
         """Whether a module is one node."""
         if "forward" in m.__dict__ and not getattr(m, LEAF_MARK, False):
             return False  # put on this one module: it does not do what its class does
+        if self._opened(m):
+            return False
         return is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """Path in the model."""
+        return super().path_of_module(mod) if self._paths is None else self._paths[mod]
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """The truth of the example's value; without an example no value has one."""
+        return super().to_bool(obj) if self._example is None else bool(self._value(obj.node))
+
+    def _value(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            return self._example
+        if node.op not in ("call_function", "call_method"):
+            raise TraceError(f"{node.name} is asked for a value")
+        args: Any = map_arg(node.args, self._value)
+        kwargs: Any = map_arg(node.kwargs, self._value)
+        target: Any = node.target
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Read an attribute of a module; arithmetic modules become get_attr nodes."""

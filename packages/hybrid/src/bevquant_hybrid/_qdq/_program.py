@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.ao.quantization import FakeQuantizeBase
-from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.proxy import TraceError
 from torch.utils._pytree import tree_leaves
@@ -92,6 +92,7 @@ def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
     calls = [node for node in calls if _has_parts(model.get_submodule(str(node.target)))]
     if not calls:
         return graph
+    paths = {module: path for path, module in model.named_modules()}
     wanted = {node for call in calls for node in call.all_input_nodes}
     values: dict[Node, Any] = {}
 
@@ -104,7 +105,7 @@ def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
     for node in calls:
         given = tuple(values[source] for source in node.all_input_nodes)
         try:
-            made = _PartsTracer(model, given).trace(_OneCall(model, node))
+            made = HybridTracer(_has_parts, paths, given).trace(_OneCall(model, node))
         except (TraceError, TypeError, RuntimeError, ValueError, AttributeError):
             # A forward that cannot be followed stays one call.
             continue
@@ -151,39 +152,6 @@ class _OneCall(nn.Module):
         args: Any = map_arg(node.args, read.__getitem__)
         kwargs: Any = map_arg(node.kwargs, read.__getitem__)
         return module(*args, **kwargs)
-
-
-class _PartsTracer(HybridTracer):
-    """Follows composed modules; what their forward asks of a value, the example answers."""
-
-    def __init__(self, model: nn.Module, given: tuple[Any, ...]) -> None:
-        super().__init__()
-        self._model, self._given = model, given
-        self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-
-    def path_of_module(self, mod: nn.Module) -> str:
-        """Path in the whole model."""
-        return self._paths[mod]
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is one node."""
-        return not _has_parts(m) and super().is_leaf_module(m, module_qualified_name)
-
-    def to_bool(self, obj: Proxy) -> bool:
-        """The truth of the example's value."""
-        return bool(self._value(obj.node))
-
-    def _value(self, node: Node) -> Any:
-        if node.op == "placeholder":
-            return self._given
-        if node.op not in ("call_function", "call_method"):
-            raise TraceError(f"{node.name} is asked for a value")
-        args: Any = map_arg(node.args, self._value)
-        kwargs: Any = map_arg(node.kwargs, self._value)
-        target: Any = node.target
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
 
 
 # Of a converted model `read` says that files are written before converting.

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
-from torch.overrides import TorchFunctionMode
 
-from bevquant_graph import Followed
+from bevquant_graph import Followed, FunctionCalls
 from bevquant_hybrid.nn._functions import FLOAT_OPERATIONS, Arithmetic
 
 from ._attributes import (
@@ -46,7 +45,7 @@ class Seen:
     kwargs: dict[str, Any]  # keyword arguments
 
 
-class Watch(TorchFunctionMode):
+class Watch(FunctionCalls):
     """Reports the operators of a running model, each before and after its call.
 
     Modules are observed by hooks, methods of FloatFunctionals by wrappers, functions by torch's
@@ -54,7 +53,7 @@ class Watch(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._function)
         self._running: list[Seen] = []
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
@@ -117,10 +116,7 @@ class Watch(TorchFunctionMode):
         self._running.pop()
         return result
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._running or not self.concerns((args, kwargs)):
             return func(*args, **kwargs)
         seen = Seen("", None, None, func, args, kwargs)
