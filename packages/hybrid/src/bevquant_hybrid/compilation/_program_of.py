@@ -14,13 +14,13 @@ from bevquant_graph import state_kept
 from bevquant_hybrid.compilation._arguments import converted_model, march_of
 from bevquant_hybrid.compilation._record import Recorder, RefusedError, following, in_graph
 from bevquant_hybrid.qtensor import QTensor, payload
+from bevquant_hybrid.runtime._operators import is_integer
 from bevquant_hybrid.runtime._program import (
     CompiledModel,
     Nested,
     Port,
     Program,
     flatten,
-    is_integer,
     operator_step,
     used_constants,
 )

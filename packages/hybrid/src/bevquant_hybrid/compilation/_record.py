@@ -13,38 +13,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bevquant_hybrid.runtime._program import (
+from bevquant_hybrid.runtime._operators import (
     ARITHMETIC,
     LOOSE,
+    OF_NUMBERS,
+    OF_SHAPE,
+    canonical,
     is_integer,
     is_known,
-    operator_step,
+    is_neutral,
+    only_moves,
     sized_by_data,
 )
+from bevquant_hybrid.runtime._program import operator_step
 from bevquant_int8sim.program import OperatorCall, Ref, TensorType, Value
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
-_SAME_VALUES = ("aten::alias", "aten::detach", "aten::lift_fresh")  # the same values
-# Constants: they read a shape alone.
-_OF_SHAPE = (
-    *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
-    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
-)
-_RESHAPES = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
-# A traced graph holds numbers as tensors, but torch hands them over as numbers.
-_OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "aten::_local_scalar_dense": lambda number: number,
-    "aten::equal": lambda one, other: type(one) is type(other) and one == other,
-}
-# What a graph calls beside the operators of programs.
-_NEUTRAL = tuple(
-    f"aten::{name}"
-    for name in (
-        *("Int", "ScalarImplicit", "contiguous", "detach", "flatten", "size", "to", "unflatten"),
-        *("view", "zeros_like"),
-    )
-)
 
 
 class RefusedError(ValueError):
@@ -140,19 +124,19 @@ class Recorder(TorchDispatchMode):
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         reads = {leaf: known for leaf in leaves if (known := self._find(leaf)) is not None}
         if not reads:
-            if name in _OF_NUMBERS and len(leaves) < len(args):
-                return _OF_NUMBERS[name](*args)
+            if name in OF_NUMBERS and len(leaves) < len(args):
+                return OF_NUMBERS[name](*args)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 raise RefusedError(name, "draws random numbers; a program has none")
             return func(*args, **kwargs)
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if _only_moves(name, given):
+        if only_moves(name, given):
             result = func(*args, **kwargs)
             self._know(result, reads[given["self"]])
             return result
-        if name in _OF_SHAPE and not any(known.loose for known in reads.values()):
+        if name in OF_SHAPE and not any(known.loose for known in reads.values()):
             return func(*args, **kwargs)
-        operator, given = _canonical(name, given)
+        operator, given = canonical(name, given)
         self._check(operator, reads)
         scope = self._path(given.get("name"))
         arguments = self._arguments(func, given, scope)
@@ -248,37 +232,6 @@ def _number_kept(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _only_moves(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether a call only copies values in the same order."""
-    source: Any = given.get("self")
-    if name in _SAME_VALUES:
-        return True
-    if name == "aten::_to_copy":
-        return given.get("dtype") in (None, source.dtype)
-    if name == "aten::clone":
-        # A change of order stays in the program: sums of floats depend on it.
-        return source.is_contiguous() or given.get("memory_format") != torch.contiguous_format
-    if name == "aten::as_strided_":
-        # Of axes of length one, as pooling to one pixel does: that says nothing.
-        wide = [i for i, size in enumerate(source.shape) if size > 1]
-        sizes, strides = given["size"], given["stride"]
-        same = list(sizes) == list(source.shape) and given.get("storage_offset") is None
-        return same and all(strides[i] == source.stride(i) for i in wide)
-    return False
-
-
-def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the canonical operator for this one, with its arguments."""
-    if name in _RESHAPES:
-        shape = given.get("size", given.get("shape"))
-        return "aten::reshape", {"self": given["self"], "shape": shape}
-    if name == "aten::_to_copy":
-        return "aten::to.dtype", {"self": given["self"], "dtype": given["dtype"]}
-    if name == "aten::clone":
-        return "aten::contiguous", {"self": given["self"]}
-    return name, given
-
-
 @contextlib.contextmanager
 def following(module: nn.Module) -> Iterator[Callable[[], str]]:
     """Follow the calls of modules inside `module`; the result gives the innermost one's path."""
@@ -316,6 +269,6 @@ def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
             # `aten::_prelu_kernel`.
             if kind == operator.partition(".")[0]:
                 return operator, path
-            if not is_known(kind, any_overload=True) and kind not in _NEUTRAL:
+            if not is_neutral(kind):
                 found.append((kind, path))
     return found[0] if found else (operator, "")

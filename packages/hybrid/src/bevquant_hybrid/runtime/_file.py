@@ -32,7 +32,8 @@ from bevquant_quantizers.documents import (
     write_whole,
 )
 
-from ._program import Port, Program, find_operator, flatten, is_known, used_constants
+from ._operators import find_operator, is_known
+from ._program import Port, Program, flatten, used_constants
 
 SCHEMA = 3
 _ENTRY = "bevquant_hybrid"

@@ -1,10 +1,4 @@
-"""Compiled programs: integer programs of `bevquant_int8sim` whose steps call operators of torch.
-
-The operators of bevquant_hybrid are the functions that fixed-point modules call. Torch's operators
-move, order and compare integers, or compute in float64 between two roundings (softmax, layer norm,
-adaptive pooling, addition and multiplication of numbers). Detections and pillars are operators of
-this package on floats, for the CPU. No others are allowed.
-"""
+"""Compiled programs: integer programs of `bevquant_int8sim` whose steps call operators of torch."""
 
 from __future__ import annotations
 
@@ -21,67 +15,7 @@ from bevquant_int8sim import IntegerModel
 from bevquant_int8sim import program as int8sim
 from bevquant_int8sim.program import OperatorCall, Ref, TensorType, names_in, replaced
 
-_NAMESPACE = "bevquant_hybrid::"
-
-
-def _aten(names: str, *of: str) -> frozenset[str]:
-    """The names in ATen, each with the overloads that are given."""
-    return frozenset(f"aten::{name}{end}" for name in names.split() for end in of or ("",))
-
-
-_MOVES = _aten(
-    "cat channel_shuffle constant_pad_nd contiguous expand flip gather index.Tensor "
-    "index_select native_channel_shuffle permute pixel_shuffle pixel_unshuffle repeat "
-    "replication_pad1d replication_pad2d replication_pad3d reshape roll select.int "
-    "slice.Tensor split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims t to.dtype "
-    "transpose.int unbind.int unsqueeze"
-)
-_ORDER = _aten(
-    "amax amin argmax argmin max max.dim min min.dim nonzero sort sort.stable topk"
-) | _aten("eq ne gt ge lt le", ".Scalar", ".Tensor")
-# On integers and in float64 only: in float32 they would be work for a CPU.
-ARITHMETIC = _aten(
-    "_adaptive_avg_pool2d abs clamp clamp_max clamp_min exp floor maximum mean.dim minimum "
-    "pow.Tensor_Scalar rsqrt sum.dim_IntList"
-) | _aten("add sub mul div", ".Scalar", ".Tensor")
-_OF_TORCH = _MOVES | _ORDER | ARITHMETIC
-# What may read a tensor whose size the data decide: these name no size of it.
-LOOSE = _aten("contiguous index.Tensor select.int slice.Tensor t to.dtype transpose.int unbind.int")
-# Results whose size the data decide: always, or for one value of a setting.
-_SIZED_BY_DATA: dict[str, tuple[str, object] | None] = {
-    "aten::nonzero": None,
-    f"{_NAMESPACE}detect": None,
-    f"{_NAMESPACE}detect_v1": ("nms_padding_mode", None),
-    f"{_NAMESPACE}point_pillars_preprocess": ("use_max", False),
-}
-
-
-def sized_by_data(name: str, given: Mapping[str, object]) -> bool:
-    """Whether the data decide the size of what an operator returns."""
-    if name not in _SIZED_BY_DATA:
-        return False
-    setting = _SIZED_BY_DATA[name]
-    return setting is None or given[setting[0]] == setting[1]
-
-
-def is_integer(name: str) -> bool:
-    """Whether an operator is one of this package's."""
-    registered = set(torch.ops.bevquant_hybrid)
-    return name.startswith(_NAMESPACE) and name.removeprefix(_NAMESPACE) in registered
-
-
-def is_known(name: str, *, any_overload: bool = False) -> bool:
-    """Whether a program may call an operator; or another of the same name before the dot."""
-    known = {of.partition(".")[0] for of in _OF_TORCH} if any_overload else _OF_TORCH
-    return name in known or is_integer(name)
-
-
-def find_operator(name: str) -> Any:
-    """Return torch's operator of a name that is known."""
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-
+from ._operators import find_operator
 
 Shape = tuple[int, ...] | None  # None where the data decide, as behind nonzero
 _PLAIN = (bool, int, float, str, type(None))
