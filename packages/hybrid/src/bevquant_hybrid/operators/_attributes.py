@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
 
 import torch
@@ -102,24 +106,19 @@ def row_of_function(
 
 _STORED = {torch.int8: "qint8", torch.int16: "qint16"}
 Shape = tuple[int, ...]
-# Parameters after the first input, in order: torch's built-in functions have no signature.
-_CONV = {"weight": None, "bias": None, "stride": 1, "padding": 0}
-_PARAMETERS: dict[str, dict[str, Any]] = {
-    "avg_pool2d": {"kernel_size": None, "stride": None, "padding": 0},
-    "max_pool2d": {"kernel_size": None, "stride": None, "padding": 0, "dilation": 1},
-    "interpolate": {
-        **{"size": None, "scale_factor": None, "mode": "nearest"},
-        **{"align_corners": None, "recompute_scale_factor": None},
-    },
-    "grid_sample": {"grid": None, "mode": "bilinear", "padding_mode": "zeros"},
-    "pad": {"pad": None, "mode": "constant"},
-    "layer_norm": {"normalized_shape": None},
-    "linear": {"weight": None, "bias": None},
-    "transpose": {"dim0": None, "dim1": None},
-    **{name: {**_CONV, "dilation": 1, "groups": 1} for name in ("conv2d", "conv3d")},
-    "conv_transpose2d": {**_CONV, "output_padding": 0, "groups": 1, "dilation": 1},
-}
-_REDUCTIONS = ("mean", "sum", "max", "min", "argmax", "argmin", "amax", "amin")
+
+
+@cache
+def _arguments() -> Mapping[str, Mapping[str, Any]]:
+    """Defaults of functions' arguments after the first, in order."""
+    text = (resources.files(__package__) / "arguments.toml").read_text(encoding="utf-8")
+    return {
+        function: {
+            name: ast.literal_eval(default or "None")
+            for name, _, default in (argument.partition("=") for argument in arguments)
+        }
+        for function, arguments in tomllib.loads(text).items()
+    }
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -255,16 +254,17 @@ def function_attributes(
     name = name.strip("_")
     rank = len(shapes[0]) if shapes else 0
     given = {
-        parameter: kwargs.get(parameter, args[1 + i] if len(args) > 1 + i else default)
-        for i, (parameter, default) in enumerate(_PARAMETERS.get(name, {}).items())
+        argument: kwargs.get(argument, args[1 + i] if len(args) > 1 + i else default)
+        for i, (argument, default) in enumerate(_arguments().get(name, {}).items())
     }
     found = _plain(given)
     if isinstance(given.get("weight"), Tensor):
         found |= _weight_attributes(row, tuple(given["weight"].shape), int(given.get("groups", 1)))
-    if name in ("conv2d", "conv3d"):
+    if row.startswith(("torch.nn.Conv2d", "torch.nn.Conv3d")):
         found["sumin"] = False
-    if name in _REDUCTIONS:
-        found["reduced_axes"] = _axes(kwargs.get("dim", args[1] if len(args) > 1 else None), rank)
+    if "dim" in given:
+        found.pop("dim", None)
+        found["reduced_axes"] = _axes(given["dim"], rank)
     if row == "torch.Tensor.transpose":
         found["moved_axes"] = _moved_axes(name, args, kwargs, rank)
     if row in ("torch.add", "torch.mul", "torch.sub", "torch.div"):

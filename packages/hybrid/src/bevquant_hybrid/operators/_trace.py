@@ -40,17 +40,7 @@ _STORED = {
     **{torch.int8: "qint8", torch.int16: "qint16", torch.int32: "qint32"},
     **{torch.int64: "qint32", torch.bool: "qbool"},
 }
-# Fixed-point operations and what they compute, where the module that asked for one was called by
-# a method (FloatFunctional, a fused addition) and is on no record.
-_COMPUTING = {
-    **{"linear": "torch.nn.Linear", "add": "torch.add", "subtract": "torch.sub"},
-    **{"multiply": "torch.mul", "matmul": "torch.matmul", "concat": "torch.cat"},
-    **{"sum_over": "torch.sum", "avg_pool": "torch.nn.AvgPool2d"},
-    **{"max_pool": "torch.nn.MaxPool2d", "resize": "torch.nn.functional.interpolate"},
-    "quantize": "torch.quantization.QuantStub",
-    "grid_sample_integers": "torch.nn.functional.grid_sample",
-    "point_pillars_preprocess": "horizon.nn.functional.point_pillars_preprocess",
-}
+# Names of functions that fixed-point operations and indices are listed under.
 _FUNCTIONS = {
     **{"resize": "interpolate", "max_pool": "max_pool2d", "avg_pool": "avg_pool2d"},
     **dict.fromkeys(("slice", "select", "index"), "getitem"),
@@ -60,10 +50,6 @@ _SAME_VALUE = (
     *("alias", "detach", "contiguous", "clone", "to", "_to_copy", "lift_fresh", "dequantize"),
     *("accumulate", "requantize"),
 )
-_OTHER_NAMES = {
-    **dict.fromkeys(("slice", "select", "index"), "torch.Tensor.getitem"),
-    **{"split_with_sizes": "torch.split", "_softmax": "torch.nn.Softmax"},
-}
 
 
 def trace_calls(
@@ -258,7 +244,10 @@ class _Reader:
     def _compute(self, step: Step, data: list[Any]) -> None:
         settings = nn.Module()
         learn(settings, step.arguments)
-        row = _COMPUTING.get(step.name, step.name)
+        # What a module asked for that was called by a method (FloatFunctional, a fused addition)
+        # and is on no record.
+        found = self._table.find(f"{_PACKAGE}::{step.name}")
+        row = found.name if found else step.name
         if step.name == "matmul":
             data = [self._before_transposing(value) for value in data]
         if step.name == "conv":
@@ -325,11 +314,9 @@ class _Reader:
         if name in ("clamp", "clamp_min", "maximum", "minimum") and len(data) == 1:
             return self._bound(step, data[0])
         tensors = [v for v in tensors_in(step.values)]
-        row = _OTHER_NAMES.get(name, "")
-        for space in ("torch.", "torch.Tensor.", "torch.nn.functional."):
-            found = self._table.find(space + name)
-            row = row or (found.name if found else "")
-        row = row or f"torch.{name}"
+        spaces = ("aten::", "torch.", "torch.Tensor.", "torch.nn.functional.")
+        rows = [found for space in spaces if (found := self._table.find(space + name))]
+        row = rows[0].name if rows else f"torch.{name}"
         shapes = [shape_of(v) for v in tensors]
         values = list(step.values)
         attributes = function_attributes(row, name, values, {}, shapes)
