@@ -156,6 +156,16 @@ def an_axis_of_one(net: Any, x: Tensor) -> Tensor:
     return y.flatten(1).unflatten(1, (4, -1)).relu_()
 
 
+def axes_change_in_place(net: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = net.conv(x)
+    view = y[:, :2]
+    y.unsqueeze_(0).transpose_(1, 2)
+    y += 1
+    y.squeeze_(0)[1:3].mul_(2)
+    steps = torch.linspace(-1, 1, 4).unsqueeze_(-1)  # as torch's affine_grid
+    return view, y.transpose_(0, 1), net.head(y) * steps
+
+
 def powers_whose_overloads_have_other_names(net: Any, x: Tensor) -> Tensor:
     y = net.conv(x)
     y **= 2
@@ -175,7 +185,7 @@ OTHERS = [
     what_nobody_reads_before_no_grad, the_whole_is_read, the_whole_is_an_output, parts_overlap,
     a_part_of_the_part, the_same_part_once_more, windows_are_numbered, boxes_are_refined,
     chosen_rows, one_by_one, a_view_from_before, a_table_is_filled, an_axis_of_one,
-    an_input, a_part_of_an_input, powers_whose_overloads_have_other_names,
+    an_input, a_part_of_an_input, axes_change_in_place, powers_whose_overloads_have_other_names,
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 
 from ._attributes import leaves
+from ._normal import normalise
 from ._operators import op_spec
 from ._registrations import registered_once
 from ._tidy import NUMBERS
@@ -37,6 +38,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     for node in program.graph.nodes:  # where a forward leaves no_grad, torch forgets some readers
         for read in node.all_input_nodes:
             read.users.setdefault(node)
+    _view_reshaped(program.graph)
     mapped = any(map(_of_vmap, program.graph.nodes))
     if not mapped and not any(map(_written, program.graph.nodes)):
         return program
@@ -159,7 +161,6 @@ class _Rewriter:
             chain.append(self._source_tensor(chain[-1]))
         # Scatters need the sources as they were, so these are read before the version changes.
         before = {view: self.value(view, node) for view in chain}
-        # squeeze_ and its like change the shape of a tensor, not its values.
         out_of_place = _out_of_place(node.target)
         if out_of_place is None or op_spec(out_of_place).kind == "layout_op":
             raise _NoForm(str(node.target))
@@ -311,6 +312,19 @@ def _copy_views(graph: fx.Graph) -> None:
                 copy = graph.call_function(torch.ops.aten.clone.default, (value,))
             copy.meta = dict(value.meta)
             node.args = (copy,)
+
+
+def _view_reshaped(graph: fx.Graph) -> None:
+    """``x.squeeze_()``, which changes the shape of a tensor and no values, becomes a view of it."""
+    passed: set[fx.Node] = set()
+    for node in graph.nodes:
+        passed.add(node)
+        view = _out_of_place(node.target) if _written(node) else None
+        # Later readers of the tensor read its new shape: in a trace these read this node.
+        if view is not None and op_spec(view).kind == "layout_op":
+            if passed.issuperset(node.all_input_nodes[0].users):
+                node.target = view
+    normalise(graph)
 
 
 def _of_vmap(node: fx.Node) -> bool:
