@@ -277,6 +277,44 @@ def test_takes_and_returns_sparse_tensors():
     assert out.dense().shape == (2, 12, *out.spatial_shape)
 
 
+def test_a_dense_map_needs_the_grid_of_the_example_and_voxels_alone_do_not(tmp_path):
+    """The graph has the map's sizes as numbers: a grid of as many cells gave another order."""
+
+    class Map(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.stem, self.flat = net.stem, True
+
+        def forward(self, x):
+            x = self.stem(x)
+            if not self.flat:
+                return x
+            dense = to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
+            n, c, depth, height, width = dense.shape
+            return dense.view(n, c * depth, height, width)
+
+    features, coords, batch_size = frame(2)
+    coords = coords.clone()
+    x = spconv.SparseConvTensor(features, coords, SHAPE, batch_size)
+    wider = spconv.SparseConvTensor(features, coords, [6, 8, 16], batch_size)
+    fewer = [6, 16, 4]  # as many cells
+    kept = coords[:, 3] < 4
+    turned = spconv.SparseConvTensor(features[kept], coords[kept], fewer, batch_size)
+    model = Map(calibrated_net()).eval()
+    flat = simulate(model, x)
+    assert flat(x).shape == model(x).shape
+    flat.save(tmp_path / "flat")
+    for integers in flat, IntegerModel.load(tmp_path / "flat"):
+        for other in turned, wider:
+            with pytest.raises(ValueError, match=r"spatial_shape: expected size 8 in axis \d"):
+                integers(other)
+    model.flat = False
+    voxels = simulate(model, x)
+    for other in turned, wider:
+        difference = voxels(other).features - model(other).features  # of rounded biases
+        assert difference.abs().max() < 1e-3
+
+
 @pytest.mark.bits
 def test_same_on_any_number_of_threads():
     model = simulate(calibrated_net(up=False), frame(0))

@@ -106,18 +106,20 @@ def sparse_guards(
 ) -> tuple[Guard, ...]:
     """Guards of an encoder's program in terms of its file's ``coords`` and ``batch_size``.
 
-    Sizes of `args` behind the first axis are constants of the file. `frame` gives features,
-    coordinates and frames of the example.
+    Grids, and sizes of `args` behind the first axis, are constants of the file. `frame` gives
+    features, coordinates and frames of the example.
     """
     sizes: dict[str, Any] = {}
+    grids: dict[str, Any] = {}
     for name, value in bound(program, args):
         coords = program.sparse_inputs.get(name)
         if coords is not None:
             sizes[f"{coords}.indices"] = tuple(value.indices.shape)
+            grids[f"{coords}.spatial_shape"] = tuple(map(int, value.spatial_shape))
             sizes[f"{coords}.batch_size"], value = int(value.batch_size), value.features
         sizes[name] = tuple(value.shape) if isinstance(value, Tensor) else value
     rest = {n: ("voxels", *s[1:]) if isinstance(s, tuple) else "" for n, s in sizes.items()}
-    if not open_guards(program.guards, {}, rest):
+    if not open_guards(program.guards, {}, rest | grids):
         return ()
     _, coords_made, frames = frame()
     names: dict[str, str] = {}
@@ -127,4 +129,4 @@ def sparse_guards(
         elif not isinstance(size, tuple) and size == frames:
             names[name] = "batch_size"
     known = {name: rest[name] if name in names else size for name, size in sizes.items()}
-    return tuple(guard.renamed(names) for guard in open_guards(program.guards, {}, known))
+    return tuple(guard.renamed(names) for guard in open_guards(program.guards, {}, known | grids))

@@ -306,7 +306,7 @@ def _open_guards(
     known: dict[str, Any] = {**source.fixed, **shapes}
     for name, coords in source.program.sparse_inputs.items():
         names[f"{coords}.indices"] = inputs[f"{name}.indices"]
-        known[f"{coords}.batch_size"] = source.grids[coords][1]
+        known[f"{coords}.spatial_shape"], known[f"{coords}.batch_size"] = source.grids[coords]
     return open_guards(source.program.guards, names, known)
 
 

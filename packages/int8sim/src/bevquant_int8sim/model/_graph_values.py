@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bevquant_graph import OPAQUE, Graph, called_name, op_spec
+from bevquant_graph import OPAQUE, Graph, Guard, called_name, op_spec
 from bevquant_int8sim.model._coords import Geometry, convolved_coords
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._operation import Operation
 from bevquant_int8sim.model._step import Ref, SparseRef
 from bevquant_quantizers import AffineQuantizer, TensorQuantizer
 
+_ON_VOXELS = (
+    "rulebook", "sparse_layer", "sparse_pool", "quantize", "norm", "relu", "add", "concat",
+    "identity", "size",
+)  # fmt: skip
 _TYPES = ("to", "_to_copy", "int", "type_as")
 
 
@@ -84,6 +88,14 @@ class GraphValues:
             else:
                 self._hosts.add(name)
         self.guards = tuple(guard.renamed(names) for guard in self.graph.guards)
+        if any(map(_keeps_grid, self.graph.operations)):
+            nested(self.graph.inputs, self._leaves, self._fix_grid)
+
+    def _fix_grid(self, tree: Any) -> None:
+        """Require the example's grid, whose sizes are numbers in the graph."""
+        grid = f"{self.sparse_inputs[self._leaves[tree.features.index].name]}.spatial_shape"
+        sizes = [constant.value for constant in tree.spatial_shape.members]
+        self.guards += tuple(Guard(f"s0 == {n}", ((grid, i),)) for i, n in enumerate(sizes))
 
     def _constant_value(self, value: Any) -> Any:
         """The constant of a value that depends on no input; `KeyError` for others."""
@@ -252,6 +264,15 @@ class GraphValues:
         return SparseRef(self._ref(features).name, self._coords_at(indices, shape, batch_size))
 
 
+def _keeps_grid(node: fx.Node) -> bool:
+    """Whether an operator may hold a size of the grid as a number: sparse ones read their input's.
+
+    Functions of single features hold none either.
+    """
+    spec = op_spec(node.target)
+    return not (spec.unary or spec.kind in _ON_VOXELS or node.target is operator.getitem)
+
+
 def is_coords(node: fx.Node) -> bool:
     """Whether a node is part of a strided rulebook's result."""
     source = node.args[0] if node.target is operator.getitem else None
@@ -283,7 +304,7 @@ def _geometry_of(rulebook: fx.Node) -> Geometry:
     return Geometry(size, stride, padding, dilation, more, False, bool(args[8]), False)
 
 
-def nested(tree: Any, leaves: Sequence[Any], sparse: Callable[[Any], SparseRef]) -> Any:
+def nested(tree: Any, leaves: Sequence[Any], sparse: Callable[[Any], Any]) -> Any:
     """The result as dicts, lists and tuples of references."""
     if hasattr(tree, "features"):
         return sparse(tree)

@@ -232,6 +232,7 @@ class IntegerModel:
                 values[name], values[coords] = value.features, coords_of(value)
                 sizes[f"{coords}.indices"] = tuple(value.indices.shape)
                 sizes[f"{coords}.batch_size"] = int(value.batch_size)
+                sizes[f"{coords}.spatial_shape"] = tuple(map(int, value.spatial_shape))
             if isinstance(values[name], Tensor):
                 sizes[name] = tuple(values[name].shape)
             elif isinstance(value, int):
