@@ -24,7 +24,7 @@ from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn._pillars import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
-from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
+from bevquant_hybrid.operators import row_of_function, row_of_module
 from bevquant_hybrid.operators._table import Listed, place_operator
 
 from ._recipes import Recipe, Step, recipe_of
@@ -145,7 +145,7 @@ class _Maker:
 
 def mapper_place(module: nn.Module | None, method: str | None, march: str) -> Listed:
     """Where the mapper of a hybrid model runs a module, or a method of it, and why."""
-    return place_operator(row_of_module(module, load_support_table(), method), march)
+    return place_operator(row_of_module(module, method), march)
 
 
 class Kind(Enum):
@@ -322,5 +322,5 @@ class Placement:
             return mapper_place(module, method, self.march)
         function = called_function(node)
         name = getattr(function, "__name__", str(function))
-        row = row_of_function(function, name, load_support_table(), len(self.inputs(node)))
+        row = row_of_function(function, name, len(self.inputs(node)))
         return place_operator(row, self.march)

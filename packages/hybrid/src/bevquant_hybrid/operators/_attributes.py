@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import leaves
 from bevquant_hybrid.operators._expressions import DTYPES, Value, axis_names
-from bevquant_hybrid.operators._table import Operator, SupportTable
+from bevquant_hybrid.operators._table import Operator, find_row, load_support_table
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FUSED = re.compile(r"^(Conv|Linear)")
@@ -24,16 +24,16 @@ _OWN = __package__.partition(".")[0]
 _STUBS = {"Quantize": "QuantStub", "DeQuantize": "DeQuantStub"}
 
 
-def is_leaf(module: nn.Module, table: SupportTable) -> bool:
+def is_leaf(module: nn.Module) -> bool:
     """Whether a call of ``module`` is one operator, rather than what its forward computes."""
-    if row_of_module(module, table):
+    if row_of_module(module):
         return True
     return type(module).__module__.startswith(("torch.nn.modules", "torch.ao.nn")) and not (
         isinstance(module, _CONTAINERS)
     )
 
 
-def row_of_module(module: nn.Module | None, table: SupportTable, method: str | None = None) -> str:
+def row_of_module(module: nn.Module | None, method: str | None = None) -> str:
     """The row of a module, or ``""``: by its class, or by what its class derives from.
 
     A class may say it itself, with an attribute ``bpu_operator``. A method of FloatFunctional has
@@ -42,29 +42,29 @@ def row_of_module(module: nn.Module | None, table: SupportTable, method: str | N
     if method:
         # `add_relu` and `mul_scalar` stand in the rows of `add` and `mul`.
         base = f"torch.{method.removesuffix('_scalar').removesuffix('_relu')}"
-        found = table.find(base)
+        found = find_row(base)
         return base if found is None else found.name
     declared = getattr(type(module), "bpu_operator", "")
     if declared:
         return str(declared)
     function = getattr(module, "function", None)
     if type(module).__module__.startswith(f"{_OWN}.") and isinstance(function, nn.Module):
-        return row_of_module(function, table)  # a table is the function that it tabulates
+        return row_of_module(function)  # a table is the function that it tabulates
     for cls in type(module).__mro__:
-        for name in _names_of_class(cls, table):
-            row = table.find(name)
+        for name in _names_of_class(cls):
+            row = find_row(name)
             if row is not None:
                 return row.name
     return ""
 
 
-def _names_of_class(cls: type, table: SupportTable) -> list[str]:
+def _names_of_class(cls: type) -> list[str]:
     home, name = cls.__module__, cls.__name__
     if home.startswith(f"{_OWN}."):
         name = _STUBS.get(name, name)
         if _FUSED.match(name):  # ConvAddReLU2d is a Conv2d that does more at its end
             name = re.sub(r"BN|Add|ReLU6?", "", name)
-        replaced = table.replaced_by.get(f"horizon.nn.{name}", ())
+        replaced = load_support_table().replaced_by.get(f"horizon.nn.{name}", ())
         return [f"torch.nn.{name}", f"torch.quantization.{name}", *replaced]
     if home.startswith(("torch.nn.modules", "torch.ao.nn.qat", "torch.ao.quantization")):
         return [f"torch.nn.{name}", f"torch.quantization.{name}"]
@@ -73,19 +73,16 @@ def _names_of_class(cls: type, table: SupportTable) -> list[str]:
     return []
 
 
-def row_of_function(
-    function: Callable[..., Any], name: str, table: SupportTable, tensors: int
-) -> str:
+def row_of_function(function: Callable[..., Any], name: str, tensors: int) -> str:
     """The row of a torch function or tensor method, or its plain name where it has none.
 
     Args:
         function: As `torch.overrides.TorchFunctionMode` hands it over.
         name: How it is called there.
-        table: Where its row is looked for.
         tensors: How many tensors it reads: ``torch.max`` of two is ``torch.maximum``.
     """
     if isinstance(function, torch._ops.OpOverload):
-        row = table.find(function._schema.name)
+        row = find_row(function._schema.name)
         return row.name if row is not None else function._schema.name
     # Of two tensors, max and min are those of each element.
     if name.lstrip("_") in ("max", "min") and tensors == 2:
@@ -98,7 +95,7 @@ def row_of_function(
             spaces = ["torch.", "torch.nn.functional.", "torch.Tensor."]
     for space in spaces:
         for spelling in (name, name.lstrip("_") if not name.startswith("__") else name):
-            row = table.find(space + spelling)
+            row = find_row(space + spelling)
             if row is not None:
                 return row.name
     return spaces[0] + name

@@ -28,7 +28,7 @@ from ._attributes import (
     weighted_part,
 )
 from ._expressions import OperatorCall, Value
-from ._table import SupportTable
+from ._table import find_row
 
 DtypeOf = Callable[[str, nn.Module | None], str | None]
 
@@ -127,11 +127,10 @@ class Watch(FunctionCalls):
 class Recorder(Watch):
     """Records calls and follows values by their identity."""
 
-    def __init__(self, model: nn.Module, table: SupportTable, dtype_of: DtypeOf | None) -> None:
+    def __init__(self, model: nn.Module, dtype_of: DtypeOf | None) -> None:
         super().__init__()
         self.graph: Followed | None = None  # the graph that runs; None where a forward does
         self._model = model
-        self._table = table
         self._dtype_of = dtype_of
         # Fields of calls, with the readers of the indices that max and its like return
         self._drafts: list[tuple[dict[str, Any], list[str] | None]] = []
@@ -162,7 +161,7 @@ class Recorder(Watch):
                 self.attach(path, module)
                 continue
             self.hook(module, self._scope_of(path), self._leave_scope)
-            if leaf(module, self._table) or path.endswith(_BOUNDARY):
+            if leaf(module) or path.endswith(_BOUNDARY):
                 self.attach(path, module)
 
     def _scope_of(self, path: str) -> Callable[..., None]:
@@ -180,7 +179,7 @@ class Recorder(Watch):
         if seen.module is None:
             self._record_function(seen, result)
         elif seen.method is not None:
-            name = row_of_module(seen.module, self._table, seen.method)
+            name = row_of_module(seen.module, seen.method)
             inputs = list(tensors_in((seen.args, seen.kwargs)))
             plain, shapes = name.rpartition(".")[2], [shape_of(v) for v in inputs]
             attributes = function_attributes(name, plain, seen.args, seen.kwargs, shapes)
@@ -193,7 +192,7 @@ class Recorder(Watch):
         return result
 
     def _record_module(self, path: str, module: nn.Module, given: Any, result: Any) -> None:
-        name = row_of_module(module, self._table) or f"torch.nn.{type(module).__name__}"
+        name = row_of_module(module) or f"torch.nn.{type(module).__name__}"
         if path.endswith(_BOUNDARY):
             name = "torch.quantization.QuantStub"
         # What a fake quantizer gives is the value of the module that holds it.
@@ -226,7 +225,7 @@ class Recorder(Watch):
         if not outputs or plain == "detach":
             self._pass_through((args, kwargs), result)
             return
-        name = row_of_function(func, plain, self._table, len(inputs))
+        name = row_of_function(func, plain, len(inputs))
         shapes = [shape_of(v) for v in inputs]
         attributes = function_attributes(name, plain, args, kwargs, shapes)
         if name in ("torch.add", "torch.mul"):
@@ -266,7 +265,7 @@ class Recorder(Watch):
         path = self._unique(path)
         dtypes = [self.dtypes.get(id(v), "constant") for v in inputs]
         asked = self._dtype_of(path, module) if self._dtype_of else None
-        row = self._table.find(operator)
+        row = find_row(operator)
         dtype = asked or output_dtype(operator, row, module, dtypes, outputs[0])
         for value in inputs:
             self._index_readers.get(id(value), []).append(operator)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid.operators._attributes import is_leaf, row_of_module
-from bevquant_hybrid.operators._table import SupportTable
 
 _PACKAGE = __package__.partition(".")[0]
 
@@ -59,19 +58,19 @@ def learn(settings: nn.Module, arguments: dict[str, Any], *, weights: bool = Tru
             settings.__dict__.setdefault(name, value)
 
 
-def row_of_script(module: nn.Module, table: SupportTable) -> str:
+def row_of_script(module: nn.Module) -> str:
     """The row of a traced module, by its class; ``""`` of one that holds others."""
     cls = _class_of(module)
     if cls is None:
         return ""
     function = getattr(module, "function", None)
     if isinstance(function, nn.Module):  # a table is the function that it tabulates
-        return row_of_script(function, table)
+        return row_of_script(function)
     # Its class alone says which row it has.
     empty = cls.__new__(cls)
-    if not is_leaf(empty, table):
+    if not is_leaf(empty):
         return ""
-    return row_of_module(empty, table) or f"torch.nn.{cls.__name__}"
+    return row_of_module(empty) or f"torch.nn.{cls.__name__}"
 
 
 def _class_of(module: Any) -> type[nn.Module] | None:

@@ -250,11 +250,16 @@ def _once(spellings: dict[str, str], spelling: str, row: str) -> None:
     spellings[spelling] = row
 
 
+def find_row(name: str) -> Operator | None:
+    """The row of a name; see `SupportTable.find`."""
+    return load_support_table().find(name)
+
+
 def is_float(call: OperatorCall) -> bool:
     """Whether a call computes on floats (some inputs, such as boxes, may be floats anyway)."""
     if call.operator.endswith("Stub") or "float32" not in call.input_dtypes:
         return False
-    row = load_support_table().find(call.operator)
+    row = find_row(call.operator)
     columns = row.support.values() if row else ()
     if call.input_dtypes[0] == "float32":  # views take any dtype, wherever their input is
         return not any("float32" in column.input for column in columns)
@@ -266,26 +271,23 @@ def is_float(call: OperatorCall) -> bool:
 
 def runs_on_cpu(call: OperatorCall) -> bool:
     """Whether a call computes on floats, or is documented to run on the CPU."""
-    row = load_support_table().find(call.operator)
+    row = find_row(call.operator)
     return is_float(call) or (row is not None and row.on_cpu)
 
 
-def render_support_table(
-    march: str | None = None, *, markdown: bool = False, table: SupportTable | None = None
-) -> str:
+def render_support_table(march: str | None = None, *, markdown: bool = False) -> str:
     """The support table as text.
 
     Args:
         march: Only its column; None: both columns.
         markdown: A Markdown table with every limit spelled out; else one line per operator and
             one below it for each limit.
-        table: Another table than the package's.
 
     Example:
         >>> print(render_support_table("bernoulli2").splitlines()[0])
         Operators on BERNOULLI2 (Journey 3, RDK X3)
     """
-    table = table or load_support_table()
+    table = load_support_table()
     marches = list(table.marches.values()) if march is None else [table.march(march)]
     columns = list(dict.fromkeys(m.column for m in marches))
     titles = {
@@ -362,9 +364,8 @@ def place_operator(operator: str, march: str) -> Listed:
         >>> [place_operator("torch.sub", march).place for march in ("bernoulli2", "bayes")]
         ['CPU', 'BPU']
     """
-    table = load_support_table()
-    column = table.march(march).placement
-    row = table.find(operator)
+    column = load_support_table().march(march).placement
+    row = find_row(operator)
     group = _groups().get(row.name) if row else None
     if group is None:
         return Listed("CPU", "it is not among the operators that the mapper runs on a BPU")

@@ -33,7 +33,7 @@ from ._attributes import (
 from ._expressions import OperatorCall
 from ._recorder import DtypeOf, Recorder
 from ._script_runner import ScriptRunner, Step, find_module, learn, row_of_script, settings_of
-from ._table import SupportTable, load_support_table
+from ._table import find_row
 
 _PACKAGE = __package__.partition(".")[0]
 _STORED = {
@@ -58,7 +58,6 @@ def trace_calls(
     *,
     input_dtype: str = "float32",
     dtype_of: DtypeOf | None = None,
-    table: SupportTable | None = None,
 ) -> list[OperatorCall]:
     """List the operator calls of one run of ``model``, in the order of execution.
 
@@ -72,7 +71,6 @@ def trace_calls(
             None: from the model: a quantize stub makes ``qint8``, a dequantize stub ``float32``, a
             layer whose qconfig has no activation ``qint32``, a module with an
             ``activation_post_process`` its dtype, and all others keep the dtype of their input.
-        table: Another support table than the package's own.
 
     Raises:
         RuntimeError: If the model does not run on ``example_inputs``.
@@ -85,8 +83,8 @@ def trace_calls(
     """
     inputs = own_inputs(positional(model, example_inputs))
     if isinstance(model, torch.jit.ScriptModule):
-        return _read_script(model, inputs, input_dtype, table or load_support_table())
-    recorder = Recorder(model, table or load_support_table(), dtype_of)
+        return _read_script(model, inputs, input_dtype)
+    recorder = Recorder(model, dtype_of)
     for value in tensors_in(inputs):
         recorder.know(value, input_dtype, "")
     with ExitStack() as stack:
@@ -108,10 +106,10 @@ def trace_calls(
 
 
 def _read_script(
-    model: torch.jit.ScriptModule, inputs: Sequence[Any], input_dtype: str, table: SupportTable
+    model: torch.jit.ScriptModule, inputs: Sequence[Any], input_dtype: str
 ) -> list[OperatorCall]:
     """List the operator calls of a traced model, run on ``inputs``."""
-    reader = _Reader(model, table)
+    reader = _Reader(model)
     for value in tensors_in(inputs):
         reader.calls.know(value, input_dtype, "")
     with torch.no_grad():
@@ -122,11 +120,10 @@ def _read_script(
 class _Reader:
     """Records the operators of a traced model, which runs node by node."""
 
-    def __init__(self, model: torch.jit.ScriptModule, table: SupportTable) -> None:
-        self.calls = Recorder(nn.Module(), table, lambda path, module: self._dtype)
+    def __init__(self, model: torch.jit.ScriptModule) -> None:
+        self.calls = Recorder(nn.Module(), lambda path, module: self._dtype)
         self.runner = ScriptRunner(model, self.step, self.enter)
         self._model = model
-        self._table = table
         self._dtype: str | None = None
         self._scope = ""  # path of the innermost module that is no operator
         self._inside: nn.Module | None = None  # settings of the operator that is running
@@ -140,7 +137,7 @@ class _Reader:
         self, path: str, module: nn.Module, given: Sequence[Any], run: Callable[[], Any]
     ) -> Any:
         """Run the call of a module; write it down if it is an operator."""
-        row = "" if self._inside is not None else row_of_script(module, self._table)
+        row = "" if self._inside is not None else row_of_script(module)
         if not row:
             outside = self._scope
             self._scope = path
@@ -246,7 +243,7 @@ class _Reader:
         learn(settings, step.arguments)
         # What a module asked for that was called by a method (FloatFunctional, a fused addition)
         # and is on no record.
-        found = self._table.find(f"{_PACKAGE}::{step.name}")
+        found = find_row(f"{_PACKAGE}::{step.name}")
         row = found.name if found else step.name
         if step.name == "matmul":
             data = [self._before_transposing(value) for value in data]
@@ -294,7 +291,7 @@ class _Reader:
                 self.calls.know(step.result, self.calls.dtypes[id(value)], path)
                 draft["operator"] = "torch.nn.functional.relu6(fused)"
             return
-        row = self._table.find(f"torch.{name}") or self._table.find(f"torch.nn.functional.{name}")
+        row = find_row(f"torch.{name}") or find_row(f"torch.nn.functional.{name}")
         self._put(self._place(name), row.name if row else name, {}, [value], step.result)
         if step.name == "maximum" and not step.values[1].any():
             self._from_zero.add(id(step.result))
@@ -315,7 +312,7 @@ class _Reader:
             return self._bound(step, data[0])
         tensors = [v for v in tensors_in(step.values)]
         spaces = ("aten::", "torch.", "torch.Tensor.", "torch.nn.functional.")
-        rows = [found for space in spaces if (found := self._table.find(space + name))]
+        rows = [found for space in spaces if (found := find_row(space + name))]
         row = rows[0].name if rows else f"torch.{name}"
         shapes = [shape_of(v) for v in tensors]
         values = list(step.values)
@@ -346,7 +343,7 @@ class _Reader:
         settings: Any = None,
     ) -> None:
         outputs = list(tensors_in(result))
-        found = self._table.find(row)
+        found = find_row(row)
         kinds = {support.output for support in found.support.values()} if found else set()
         if kinds != {("float32",)}:  # else boxes go before their classes
             # A layer whose accumulator leaves it returns their scales as well.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ._expressions import QUANTITIES, OperatorCall, Value
-from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
+from ._table import Limit, March, Operator, Support, find_row, load_support_table
 
 _ON_CPU = "run it on the CPU: name the module in hybrid_dict"
 
@@ -41,15 +41,12 @@ class Advice:
     text: str
 
 
-def find_violations(
-    calls: Iterable[OperatorCall], march: str, *, table: SupportTable | None = None
-) -> list[Violation]:
+def find_violations(calls: Iterable[OperatorCall], march: str) -> list[Violation]:
     """List all violations of ``march``'s limits by ``calls``.
 
     Args:
         calls: The operators of the BPU part, in order.
         march: Such as ``"bayes"``.
-        table: Another table than the package's own.
 
     Raises:
         ValueError: If the march is unknown, or a call lacks an attribute of its row.
@@ -66,21 +63,17 @@ def find_violations(
         >>> find_violations([pool], "bayes")
         []
     """
-    table = table or load_support_table()
-    target = table.march(march)
-    return [violation for call in calls for violation in _check_call(call, target, table)]
+    target = load_support_table().march(march)
+    return [violation for call in calls for violation in _check_call(call, target)]
 
 
-def find_advice(
-    calls: Iterable[OperatorCall], march: str, *, table: SupportTable | None = None
-) -> list[Advice]:
+def find_advice(calls: Iterable[OperatorCall], march: str) -> list[Advice]:
     """List the table's remarks on ``calls``, and the limits that their records do not cover."""
-    table = table or load_support_table()
-    target = table.march(march)
+    target = load_support_table().march(march)
     column = target.column
     advice: list[Advice] = []
     for call in calls:
-        row = table.find(call.operator)
+        row = find_row(call.operator)
         if target.partial and (row is None or column not in row.support):
             text = f"its limits on {target.title} are not in this package; see the public table"
             advice.append(Advice(call.path, call.operator, text))
@@ -95,8 +88,8 @@ def find_advice(
     return advice
 
 
-def _check_call(call: OperatorCall, march: March, table: SupportTable) -> Iterator[Violation]:
-    row = table.find(call.operator)
+def _check_call(call: OperatorCall, march: March) -> Iterator[Violation]:
+    table, row = load_support_table(), find_row(call.operator)
     support = row.support.get(march.column) if row is not None else None
     if row is None or support is None:
         if march.partial:

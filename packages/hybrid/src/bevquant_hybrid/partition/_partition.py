@@ -38,24 +38,23 @@ def _is_quantized(module: nn.Module | None) -> bool:
 
 def _describe(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str, str]:
     """Kind, operator (the row of the table, or the plain name) and path of a node."""
-    table = load_support_table()
     if node.op in _EDGES:
         return _EDGES[node.op], "", str(node.target) if node.op == "get_attr" else ""
     path = called_path(node)
     if node.op == "call_module":
         called = modules[path]
-        operator = row_of_module(called, table) or f"torch.nn.{type(called).__name__}"
+        operator = row_of_module(called) or f"torch.nn.{type(called).__name__}"
         stub = operator.rpartition(".")[2]
         if stub == "QuantStub" or node.name.endswith("_activation_post_process"):
             return "quantize", operator, path
         return "dequantize" if stub == "DeQuantStub" else "operator", operator, path
     if path and path in modules:  # a FloatFunctional's method
-        return "operator", row_of_module(modules[path], table, str(node.target)), path
+        return "operator", row_of_module(modules[path], str(node.target)), path
     # A function's path is that of the module whose forward calls it.
     function = called_function(node) or str
     name = str(node.target) if node.op == "call_method" else getattr(function, "__name__", "")
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    operator = row_of_function(function, name, table, len(node.all_input_nodes))
+    operator = row_of_function(function, name, len(node.all_input_nodes))
     return "operator", operator, stack[-1][0] if stack else ""
 
 
