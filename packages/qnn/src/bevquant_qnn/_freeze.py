@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from bevquant_graph import check_kind, ordinary_tensors
@@ -80,11 +79,9 @@ def weights_read(model: nn.Module) -> dict[nn.Module, Tensor]:
 
 def range_in_use(quantizer: TensorQuantizer, weights: dict[nn.Module, Tensor]) -> Tensor | None:
     """Return the range that the quantizer quantizes with; of a bare weight quantizer max |w|."""
-    if quantizer._learn_amax:
-        clip = quantizer.clip
-        return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach().clone()
-    if quantizer.amax is not None or quantizer not in weights:
-        return quantizer.amax
+    amax = quantizer.amax_in_use
+    if amax is not None or quantizer not in weights:
+        return amax
     weight, axis = weights[quantizer].abs(), quantizer.axis
     if axis is None:
         return weight.amax()

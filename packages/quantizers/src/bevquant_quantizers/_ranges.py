@@ -51,7 +51,7 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     entries = named_quantizers(model)
     if not entries:
         raise ValueError("the model has no quantizer, so there is no range to save")
-    amaxs = [current_range(entry.quantizer) for entry in entries]
+    amaxs = [entry.quantizer.amax_in_use for entry in entries]
     bad = [
         entry.name
         for entry, amax in zip(entries, amaxs, strict=True)
@@ -124,14 +124,6 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         like = next(iter(target.buffers()), torch.zeros(()))
         target.channel_factors = None if factors is None else torch.tensor(factors).to(like.device)
     set_float_ranges(model, floats)
-
-
-def current_range(quantizer: TensorQuantizer) -> Tensor | None:
-    """Return the range in use: the learned one where it learns, None where it is dynamic."""
-    if quantizer._learn_amax:
-        clip = quantizer.clip
-        return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach()
-    return quantizer.amax
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, nn
 
 from bevquant_graph import check_kind
@@ -123,14 +122,8 @@ def uncalibrated(model: nn.Module) -> list[str]:
         path
         for path, module in model.named_modules()
         if isinstance(module, TensorQuantizer) and not module._disabled and module._if_quant
-        if not _usable(_range_of(module))
+        if not _usable(module.amax_in_use)
     ]
-
-
-def _range_of(quantizer: TensorQuantizer) -> Tensor | None:
-    if quantizer._learn_amax:
-        return torch.maximum(-quantizer.clip.clip_value_min, quantizer.clip.clip_value_max)
-    return quantizer.amax
 
 
 def _usable(amax: Tensor | None) -> bool:

@@ -200,6 +200,14 @@ class TensorQuantizer(nn.Module):
             )
         self._store_range(new)
 
+    @property
+    def amax_in_use(self) -> Tensor | None:
+        """The range to quantize with: `amax`, or the larger end of a clip that learns."""
+        if not self._learn_amax:
+            return self.amax
+        low, high = self.clip.clip_value_min, self.clip.clip_value_max
+        return torch.maximum(-low, high).detach()
+
     def _store_range(self, amax: Tensor) -> None:
         """Take a range of any shape, as an ordinary tensor under ``torch.inference_mode()`` too."""
         # An inference tensor could neither be written to nor be trained with afterwards.
@@ -390,13 +398,9 @@ class TensorQuantizer(nn.Module):
 
     def _quant_forward(self, inputs: Tensor) -> Tensor:
         if isinstance(self._num_bits, str):
-            amax = self._block_amax(inputs)
-            return fake_quantize_blocks(inputs, self._num_bits, amax, self.block_axis)
-        if self._learn_amax:
-            low, high = self.clip.clip_value_min, self.clip.clip_value_max
-            amax = torch.maximum(-low, high).detach()
-        else:
-            amax = self._get_amax(inputs)
+            blocks = self._block_amax(inputs)
+            return fake_quantize_blocks(inputs, self._num_bits, blocks, self.block_axis)
+        amax: Any = self.amax_in_use if self._learn_amax else self._get_amax(inputs)
         if not self._fake_quant:
             outputs, self._scale = tensor_quant(inputs, amax, self._num_bits, self._unsigned)
             return outputs

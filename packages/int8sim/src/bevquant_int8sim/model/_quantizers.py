@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from bevquant_graph import CallError, Graph
@@ -32,11 +31,8 @@ def is_active(quantizer: object) -> bool:
 
 def calibrated_range(quantizer: TensorQuantizer) -> Tensor | None:
     """The range that is quantized with: fixed, learned or scaled; None while it is dynamic."""
-    if quantizer._learn_amax:
-        clip = quantizer.clip
-        return torch.maximum(-clip.clip_value_min, clip.clip_value_max).detach()
-    amax = quantizer.amax
-    if amax is None or quantizer._scale_amax is None:
+    amax = quantizer.amax_in_use
+    if amax is None or quantizer._learn_amax or quantizer._scale_amax is None:
         return None if amax is None else amax.detach()
     return amax.detach() * quantizer._scale_amax
 
