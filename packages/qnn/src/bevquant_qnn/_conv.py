@@ -12,8 +12,8 @@ from bevquant_graph import layer_class
 from bevquant_qnn._bias_ranges import FitsBias
 from bevquant_qnn._descriptors import Axis, WeightDefault
 from bevquant_qnn._input_channels import InputChannels
-from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
-from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+from bevquant_qnn._takeover import no_source, take_over
+from bevquant_quantizers import QuantDescriptor
 
 # Common parts of dense quantized modules with a weight: two quantizers and `from_float`.
 
@@ -44,11 +44,6 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
         self._add_quantizers(quant_desc_input, quant_desc_weight)
 
     @classmethod
-    def weight_axis(cls, module: nn.Module) -> Axis:
-        """Axis (or axes) of the weight that number the output channels."""
-        return 0
-
-    @classmethod
     def from_float(
         cls,
         module: nn.Module,
@@ -75,14 +70,6 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
                 setattr(quantized, name, given * axes)
         quantized._add_quantizers(quant_desc_input, quant_desc_weight)
         return quantized
-
-    def _add_quantizers(
-        self, quant_desc_input: QuantDescriptor | None, quant_desc_weight: QuantDescriptor | None
-    ) -> None:
-        read = self._input_descriptor(quant_desc_input)
-        weight = self._weight_descriptor(quant_desc_weight, self.weight_axis(self))
-        attach_quantizer(self, "_input_quantizer", TensorQuantizer(read))
-        attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight))
 
     def weight_to_quantize(self) -> Tensor:
         """Return the weight in the shape in which its quantizer's axes number output channels.

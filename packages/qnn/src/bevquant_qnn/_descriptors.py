@@ -6,6 +6,11 @@ weight, both collected by a `MaxCalibrator` until a `QuantConfig` says otherwise
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
+from bevquant_qnn._takeover import attach_quantizer
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 Axis = int | tuple[int, ...] | None
@@ -54,7 +59,7 @@ class InputDefault:
 
 
 class WeightDefault(InputDefault):
-    """Mixin: the same for the weight."""
+    """Mixin: the same for the weight, and the two quantizers."""
 
     # ``None`` for 8 bit per output channel.
     default_quant_desc_weight: QuantDescriptor | None = None
@@ -71,7 +76,17 @@ class WeightDefault(InputDefault):
         owner = f"{cls.__name__}.set_default_quant_desc_weight"
         cls.default_quant_desc_weight = check_fake_quant(value, owner, "value")
 
-    def _weight_descriptor(self, given: QuantDescriptor | None, axis: Axis) -> QuantDescriptor:
-        chosen = given or self.default_quant_desc_weight
-        chosen = chosen or QuantDescriptor(num_bits=8, axis=axis)
-        return check_fake_quant(chosen, type(self).__name__, "quant_desc_weight")
+    @classmethod
+    def weight_axis(cls, module: nn.Module) -> Axis:
+        """Axis (or axes) of the weight that number the output channels."""
+        return 0
+
+    def _add_quantizers(
+        self: Any, read: QuantDescriptor | None, weight: QuantDescriptor | None
+    ) -> None:
+        read = self._input_descriptor(read)
+        weight = weight or self.default_quant_desc_weight
+        weight = weight or QuantDescriptor(num_bits=8, axis=self.weight_axis(self))
+        weight = check_fake_quant(weight, type(self).__name__, "quant_desc_weight")
+        attach_quantizer(self, "_input_quantizer", TensorQuantizer(read))
+        attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight))

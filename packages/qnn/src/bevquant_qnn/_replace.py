@@ -13,7 +13,7 @@ from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._pool import QuantPool
 from bevquant_qnn._result import QuantizedModule, SkippedModule
-from bevquant_qnn._sparse_convolution import QuantSparseConvolution, sparse_weight_axis
+from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._steps import is_quantized
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
@@ -212,8 +212,6 @@ def _quantized_form(module: nn.Module, config: QuantConfig) -> nn.Module:
     kind: Any = _target(module)
     settings = {"quant_desc_input": config.input_descriptor()}
     if not issubclass(kind, QuantPool):
-        sparse = kind is QuantSparseConvolution
-        axis = sparse_weight_axis(module) if sparse else kind.weight_axis(module)
-        settings["quant_desc_weight"] = config.weight_descriptor(axis)
+        settings["quant_desc_weight"] = config.weight_descriptor(kind.weight_axis(module))
     made: nn.Module = kind.from_float(module, **settings)
     return made

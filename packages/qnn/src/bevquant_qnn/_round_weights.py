@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
-from bevquant_graph import Forward, HtmlTable, check_kind, checked_batches, layer_class, on_batch
+from bevquant_graph import Forward, HtmlTable, checked_batches, evaluation, layer_class, on_batch
 from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._linear_form import (
     grid_step,
@@ -31,21 +31,6 @@ from bevquant_quantizers import Format, TensorQuantizer, format_of, quantization
 # A BaseException, which no `except Exception` of a forward catches.
 class _Reached(BaseException):
     """The layer was called; nothing after it is needed."""
-
-
-@contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every training flag is put back."""
-    check_kind(model, nn.Module, "a torch module")
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        # Inference tensors could not be trained or loaded later.
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        for module, flag in training:
-            module.training = flag
 
 
 def layers_called(model: nn.Module, forward: Forward, batch: Any) -> tuple[list[str], list[str]]:
@@ -204,7 +189,11 @@ def round_weights(
     # Keeps the float weights, as `model` is rounded in place.
     exact = copy.deepcopy(model)
     layers: list[RoundedLayer] = []
-    with inference(model), inference(exact), quantization_disabled(exact):
+    # Inference tensors could not be trained or loaded later.
+    with (
+        torch.inference_mode(False), torch.no_grad(), evaluation(model), evaluation(exact),
+        quantization_disabled(exact),
+    ):  # fmt: skip
         once, others = layers_called(model, forward, kept[0])
         skipped = [
             (path, "it is not called exactly once, so it has no one input") for path in others

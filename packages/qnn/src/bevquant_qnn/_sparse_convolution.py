@@ -9,21 +9,9 @@ from torch import Tensor, nn
 from bevquant_qnn._bias_ranges import FitsBias
 from bevquant_qnn._descriptors import WeightDefault
 from bevquant_qnn._input_channels import InputChannels
-from bevquant_qnn._takeover import attach_quantizer, take_over
-from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+from bevquant_qnn._takeover import take_over
+from bevquant_quantizers import QuantDescriptor
 from bevquant_sparse import WeightLayout, conv_forward, get_weight, is_sparse_conv, layout_of
-
-
-def sparse_weight_axis(module: nn.Module) -> int:
-    """Axis of the output channels in `module`'s weight: KRSC 0, RSCK 4 (rank 3), VCK 2."""
-    weight: Any = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor):
-        msg = (
-            f"{type(module).__name__}: expected a sparse convolution whose `weight` is a tensor; "
-            f"got {type(weight).__name__}."
-        )
-        raise TypeError(msg)
-    return layout_of(module).out_axis % weight.dim()
 
 
 class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
@@ -83,17 +71,27 @@ class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
         if getattr(module, "groups", 1) != 1:
             msg = f"{name}: sparse convolutions have one group, got groups={module.groups}."
             raise ValueError(msg)
-        layout, axis = layout_of(module), sparse_weight_axis(module)
+        layout = layout_of(module)
+        self.weight_axis(module)  # refuses a weight that is no tensor, while nothing is taken over
         # get_weight in the module's own layout is the parameter itself, except where spconv 2
         # reads the memory of a 1×1 kernel as [in, out].
         reads_as_matrix = get_weight(module, layout) is not module.weight
         take_over(self, module)
         self.weight_layout = layout
         self.reads_as_matrix = reads_as_matrix
-        input_descriptor = self._input_descriptor(quant_desc_input)
-        weight_descriptor = self._weight_descriptor(quant_desc_weight, axis)
-        attach_quantizer(self, "_input_quantizer", TensorQuantizer(input_descriptor))
-        attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight_descriptor))
+        self._add_quantizers(quant_desc_input, quant_desc_weight)
+
+    @classmethod
+    def weight_axis(cls, module: nn.Module) -> int:
+        """Axis of the output channels in `module`'s weight: KRSC 0, RSCK 4 (rank 3), VCK 2."""
+        weight: Any = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            msg = (
+                f"{type(module).__name__}: expected a sparse convolution whose `weight` is a "
+                f"tensor; got {type(weight).__name__}."
+            )
+            raise TypeError(msg)
+        return layout_of(module).out_axis % weight.dim()
 
     @classmethod
     def from_float(
