@@ -20,9 +20,7 @@ from ._faults import refuse_unusable
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._signature import Arguments, Constant, arguments, entries, flatten
-from ._state import state_kept
-
-_TORCHS = vars(nn.Module()).keys()
+from ._state import TORCHS, state_kept
 
 
 class WithMemory(nn.Module):
@@ -158,7 +156,7 @@ def changed_attributes(model: nn.Module, calls: Iterable[Arguments]) -> Iterator
 def _attributes(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
-        held = {n: v for n, v in vars(module).items() if n not in _TORCHS} | module._buffers
+        held = {n: v for n, v in vars(module).items() if n not in TORCHS} | module._buffers
         start = f"{path}." if path else ""
         found |= {f"{start}{n}": v for n, v in held.items() if not isinstance(v, nn.Module)}
     return found

@@ -22,7 +22,7 @@ from ._own_inputs import own_inputs
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _LOCKS_LOCK = RLock()
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_TORCHS = vars(nn.Module()).keys()
+TORCHS = vars(nn.Module()).keys()  # attributes of every module
 
 
 def called(model: nn.Module, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,7 +168,7 @@ class _State:
             own = vars(module)  # which of a scripted module has no registrations
             for named in (own, *(own[name] for name in _REGISTERED if name in own)):
                 self._dicts.append((named, dict(named)))
-            held = (value for name, value in own.items() if name not in _TORCHS)
+            held = (value for name, value in own.items() if name not in TORCHS)
             self._note([*module.buffers(recurse=False), *held])
 
     def _note(self, pending: list[Any]) -> None:

@@ -110,17 +110,9 @@ class Rulebook:
     def geometry(self) -> Geometry:
         """The parameters alone."""
         return Geometry(
-            self.batch_size,
-            self.in_shape,
-            self.out_shape,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.output_padding,
-            self.subm,
-            self.transposed,
-        )
+            self.batch_size, self.in_shape, self.out_shape, self.kernel_size, self.stride,
+            self.padding, self.dilation, self.output_padding, self.subm, self.transposed,
+        )  # fmt: skip
 
     @property
     def table(self) -> Table:
@@ -151,21 +143,13 @@ class Rulebook:
         Its outputs are this rulebook's inputs, in their own order (spconv's
         ``SparseInverseConv``).
         """
-        return Rulebook(
-            in_indices=self.out_indices,
-            out_indices=self.in_indices,
-            neighbours=_inverse_rulebook(self.neighbours, self.in_indices),
-            batch_size=self.batch_size,
-            in_shape=self.out_shape,
-            out_shape=self.in_shape,
-            kernel_size=self.kernel_size,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            output_padding=self.output_padding,
-            subm=self.subm,
-            transposed=not self.transposed,
-        )
+        turned: dict[str, Any] = {
+            "in_shape": self.out_shape, "out_shape": self.in_shape,
+            "transposed": not self.transposed,
+        }  # fmt: skip
+        neighbours = _inverse_rulebook(self.neighbours, self.in_indices)
+        geometry = vars(self.geometry) | turned
+        return Rulebook(self.out_indices, self.in_indices, neighbours, **geometry)
 
 
 def build_rulebook(
