@@ -19,6 +19,7 @@ from bevquant_graph import (
     alone,
     called,
     capture,
+    first_fault,
     flatten,
     on_batch,
     own_inputs,
@@ -207,6 +208,32 @@ def test_a_generator_made_in_the_forward_starts_anew_in_every_replay() -> None:
     assert all(torch.equal(graph.replay(x), net(x)) for _ in range(2))
     with pytest.raises(CaptureError, match="draws random numbers from a generator"):
         capture(Draws().eval(), x)
+
+
+class Shuffles(nn.Module):
+    """Point Transformer V3 shuffles its orders in each pooling."""
+
+    def __init__(self, count: int, used: bool = True) -> None:
+        super().__init__()
+        self.count, self.used = count, used
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.randperm(self.count)
+        return x[:, order] if self.used else x + 1
+
+
+# The only permutation of one is the example's in every run.
+@pytest.mark.parametrize("count", [1, 3])
+def test_random_numbers_behind_a_result_are_refused_even_if_two_runs_agree(count: int) -> None:
+    net = nn.Sequential(nn.Conv2d(3, count, 1), Shuffles(count)).eval()
+    with pytest.raises(CaptureError, match=r"randperm in 1 \(.*test_state\.py:\d+\) draws random"):
+        capture(net, image())
+    capture(nn.Sequential(nn.Conv2d(3, 3, 1), Shuffles(3, used=False)).eval(), image())
+
+
+def test_the_module_that_shuffles_is_found_not_its_consumer() -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 64, 1), Shuffles(64), nn.Conv2d(64, 1, 1)).eval(), image()
+    assert first_fault(net, lambda: net(x)).startswith("1 (Shuffles")
 
 
 class Writes(nn.Module):

@@ -27,7 +27,7 @@ from ._faults import (
 )
 from ._frames import frames_of
 from ._memory import changed_attributes
-from ._normal import CALLED
+from ._normal import CALLED, called_name
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
@@ -50,6 +50,12 @@ from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._switches import branch_of, size_questions
 from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
+
+# Operators that draw random numbers; those with a probability, as dropout, draw none in evaluation.
+_DRAWS = frozenset(
+    "bernoulli cauchy exponential geometric log_normal multinomial normal poisson rand rand_like "
+    "randint randint_like randn randn_like randperm uniform".split()
+)
 
 
 class Graph:
@@ -312,8 +318,16 @@ class Graph:
         """Require that the graph returns the model's bits.
 
         Raises:
-            CaptureError: It does not; the message names the first module that differs.
+            CaptureError: It does not, as the message says with the first module that differs, or
+                results depend on random numbers.
         """
+        drawn = self._drawn()
+        if drawn is not None:
+            raise CaptureError(
+                f"{self.describe(drawn)} draws random numbers that results depend on, so each call "
+                "gives other ones; switch it off in evaluation mode (by an attribute of the "
+                "module, for example), or make the numbers an input"
+            )
         given = arguments(self.inputs_of(example_inputs))
         leaves = self._checked(given)
         # The replay below reads the model's buffers, so what the forward writes is restored first.
@@ -345,6 +359,24 @@ class Graph:
                     f"output {index} of the graph of {type(self.model).__name__} differs from the "
                     f"model's: {self._fault(given)}"
                 )
+
+    def _drawn(self) -> fx.Node | None:
+        """The first random numbers that results or requirements depend on.
+
+        Two runs need not tell: a permutation of two is the example's in every second run.
+        """
+        for drawn in self.operations:
+            if called_name(drawn) not in _DRAWS:
+                continue
+            pending, met = [drawn], set[fx.Node]()
+            while pending:
+                node = pending.pop()
+                if node.op == "output" or node.target is REQUIRE:
+                    return drawn
+                new = node.users.keys() - met
+                met |= new
+                pending += new
+        return None
 
     def _called(self, given: Arguments) -> Any:
         """The model's result; a recorder may be active."""
