@@ -134,6 +134,7 @@ def test_a_quotient_that_rounds_up_to_a_whole_number_is_none(tmp_path: Path) -> 
 _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 @pytest.mark.parametrize(
     "function",
     [
@@ -156,6 +157,9 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
         lambda y, x: y.scatter_reduce(0, _PLACES[:3], x, "amax", include_self=False),
         lambda y, x: y.scatter_reduce(-2, _PLACES, x, "amin"),
         lambda y, x: y.clone().scatter_reduce_(0, _PLACES, x, "amin", include_self=False),
+        lambda y, x: y.index_reduce(0, _PLACES[:, 0], x, "mean"),
+        lambda y, x: y[:, 0].index_reduce(0, _PLACES[2], x[1:, 0], "amax", include_self=False),
+        lambda y, x: y.index_reduce(-1, _PLACES[1, 1:], x[[0, 1, 2, 3, 0]][:, 1:], "amin"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("scatter_sums", [True, False])
@@ -167,6 +171,7 @@ def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor], scatter_
     torch.testing.assert_close(made, function(y, x))
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 @pytest.mark.parametrize(
     "function",
     [
@@ -175,6 +180,7 @@ def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor], scatter_
         lambda y, x: torch.ops.aten.index_put(y.t(), [None, _PLACES[:, 0]], x.t(), True),
         lambda y, x: y.scatter_add(0, _PLACES, x),
         lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum"),
+        lambda y, x: y.index_reduce(0, _PLACES[:, 0], x, "amax"),
     ],
 )  # fmt: skip
 def test_sums_are_taken_in_order(

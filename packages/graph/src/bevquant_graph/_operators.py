@@ -203,7 +203,7 @@ OPERATORS: dict[str, OpSpec] = {
     ),
     **_rows(
         "copy fill zero masked_fill masked_scatter index_put index_add index_copy index_fill "
-        "scatter scatter_add scatter_reduce", "float", writes=True,
+        "index_reduce scatter scatter_add scatter_reduce", "float", writes=True,
     ),
     **_rows("abs exp hardsigmoid sigmoid softplus sqrt square", "float",
             shape=True, mixes=False, positive=True),

@@ -15,6 +15,7 @@ of a car's surroundings does not, and is refused.
 ``scatter_reduce`` that sums is a ``scatter_add``; its mean is one of the values over one of ones,
 which no version of ONNX has by itself. Its maximum is the largest x of a place's row where P is 1;
 where it is 0, y's own value or the least of x is taken. Its minimum: min(y, x) = -max(-y, -x).
+``index_reduce`` is a ``scatter_reduce`` whose index is the same in every column.
 """
 
 from __future__ import annotations
@@ -181,11 +182,24 @@ def _scatter_reduce_as_product(
     return _scatter_reduce(_scatter_add, x, dim, index, src, reduce, include_self=include_self)
 
 
+def _index_reduce(
+    as_scatter: Callable[..., Tensor | None],
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True,
+) -> Tensor | None:  # fmt: skip
+    dim %= max(x.dim(), 1)
+    shape = [-1 if axis == dim else 1 for axis in range(source.dim())]
+    given = x, dim, index.long().reshape(shape).expand_as(source), source, reduce
+    made = as_scatter(*given, include_self=include_self)
+    return x.scatter_reduce(*given[1:], include_self=include_self) if made is None else made
+
+
 ORDERED_SUMS: dict[str, Callable[..., Tensor | None]] = {
     "index_add": _ordered_index_add, "index_put": _ordered_index_put,
     "scatter_reduce": partial(_scatter_reduce, torch.scatter_add),
+    "index_reduce": partial(_index_reduce, partial(_scatter_reduce, torch.scatter_add)),
 }  # fmt: skip
 SCATTER_SUMS: dict[str, Callable[..., Tensor | None]] = {
     "scatter_add": _scatter_add, "index_add": _index_add, "index_put": _index_put,
     "scatter_reduce": _scatter_reduce_as_product,
+    "index_reduce": partial(_index_reduce, _scatter_reduce_as_product),
 }  # fmt: skip
