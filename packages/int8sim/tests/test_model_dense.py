@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -410,6 +410,21 @@ def test_an_empty_stride_is_the_kernels() -> None:
     integer = simulate(model, x)
     assert [step.op for step in integer.steps] == ["quantize", "conv", "max_pool", "conv"]
     torch.testing.assert_close(integer(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_list_of_one_is_for_every_axis_of_a_pool() -> None:
+    def net(*kernels: Any) -> nn.Module:
+        largest, mean = nn.MaxPool2d(kernels[0], kernels[1], kernels[2]), nn.AvgPool2d(kernels[1])
+        return nn.Sequential(nn.Conv2d(3, 4, 1), largest, mean, nn.Conv2d(4, 2, 1)).eval()
+
+    x = torch.randn(1, 3, 16, 16)
+    made = []
+    for kernels in ((3, 2, 1), ([3], [2], [1])):
+        torch.manual_seed(0)
+        model = quantize_model(net(*kernels), example_inputs=x).model
+        calibrate(model, [x], method="max")
+        made.append(simulate(model, x)(x))
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("places", [False, True])

@@ -188,4 +188,8 @@ def _bound(
     values.update({k: v for k, v in kwargs.items() if k in order})
     if values.get("stride") in ([], ()):  # what operators call the size of the kernel
         values["stride"] = None
+    # Torch takes a list of one integer for every axis.
+    for name in values.keys() & {"kernel_size", "stride", "padding", "dilation"}:
+        if isinstance(values[name], list | tuple) and len(values[name]) == 1:
+            values[name] = values[name][0]
     return values
