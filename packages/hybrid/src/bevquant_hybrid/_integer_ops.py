@@ -156,7 +156,8 @@ def subtract(
 
 @operator
 def multiply(a: Tensor, b: Tensor, name: str) -> Tensor:
-    """int32 products; shapes broadcast. 16 bits times 16 bits always fit."""
+    """int32 products; shapes broadcast."""
+    # 16 bits times 16 bits always fit.
     return a.to(torch.int32) * b.to(torch.int32)
 
 

@@ -78,6 +78,7 @@ def _max_pool(
     if not input.holds_integers:
         window = kernel_size, stride, padding, dilation, ceil_mode
         return input.like(F.max_pool2d(values, *window))
+    # A traced model hands over an empty list where there is no stride.
     steps = kernel_size if stride is None or stride == [] else stride
     kernel, strides, sides = ops.pair(kernel_size), ops.pair(steps), ops.pair(padding)
     return input.like(ops.max_pool(values, kernel, strides, sides, ops.pair(dilation), ceil_mode))
@@ -118,6 +119,7 @@ def _interpolate(
         given = [] if scale_factor is None else [float(f) for f in factors if f is not None]
         sizes = [] if size is None else ops.pair(size)
         return input.like(ops.resize(values, sizes, given, mode, corners, input.rounding))
+    # torch refuses `align_corners` for "nearest", whatever its value is.
     align = corners if mode == "bilinear" else None
     return _on_grid_of(input, F.interpolate(values, size, scale_factor, mode, align))
 
@@ -242,6 +244,7 @@ def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _wrapped(result: Any, wrap: Callable[[Tensor], QTensor]) -> Any:
     """Attach the scale to values; int64 indices stay plain."""
     if isinstance(result, Tensor):
+        # No quantized tensor holds int64.
         return result if result.dtype == torch.int64 else wrap(result)
     items = [_wrapped(item, wrap) for item in result]
     return type(result)(items)

@@ -9,8 +9,9 @@ from typing import IO, Any
 
 import torch
 
-# Registers the operators that traced models call:
 from bevquant_graph import file_path
+
+# Registers the operators that traced models call.
 from bevquant_hybrid import _integer_ops as _integer_ops
 from bevquant_hybrid._version import __version__
 

@@ -49,6 +49,7 @@ def folded_norms(model: nn.Module, fused: nn.Module, prefix: str = "") -> Iterat
     for node in fx.symbolic_trace(model).graph.nodes:
         if node.op == "call_module" and isinstance(modules[node.target], nn.BatchNorm2d):
             conv, bn = str(node.args[0].target), str(node.target)
+            # `fuse_fx` leaves an Identity under the name of a norm that it folds.
             done = not isinstance(left.get(bn), nn.BatchNorm2d)
             yield Folded(prefix + conv, prefix + bn, done)
 

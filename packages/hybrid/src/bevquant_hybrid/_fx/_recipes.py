@@ -334,12 +334,13 @@ def _attention(
 
 def _einsum(r: Recipe, equation: Any, *operands: Any) -> Any:
     """A product of two tensors: axes brought into order, matmul, axes brought into order."""
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):  # torch's older form
         operands = tuple(operands[0])
     if not isinstance(equation, str) or "." in equation or len(operands) != 2:
         raise LookupError("an einsum of two tensors without an ellipsis has a quantized form")
     given, _, result = equation.replace(" ", "").partition("->")
     left, _, right = given.partition(",")
+    # Without an arrow the result has the axes that stand once, in alphabetical order.
     if "->" not in equation:
         result = "".join(sorted(axis for axis in {*given} - {","} if given.count(axis) == 1))
     if any(len({*axes}) != len(axes) for axes in (left, right, result)):
@@ -389,10 +390,11 @@ def _merged(r: Recipe, x: Any, lengths: list[int]) -> Any:
 
 def _elementwise(operation: str, make: Callable[..., nn.Module]) -> Rule:
     def rule(r: Recipe, input: Any, *args: Any, **settings: Any) -> Any:
+        # Arguments of torch's functions that its modules do not have.
         settings = {n: v for n, v in settings.items() if n not in ("_stacklevel", "inplace")}
         if any(isinstance(v, Node) for v in (*args, *settings.values())):
             raise LookupError("its arguments are known in the forward alone")
-        if settings.get("dtype", 0) is None:
+        if settings.get("dtype", 0) is None:  # the default of softmax; another one is refused
             del settings["dtype"]
         return r.module(operation, make(*args, **settings), input)
 

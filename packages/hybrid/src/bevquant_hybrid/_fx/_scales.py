@@ -165,15 +165,6 @@ def warn_of_uncollected(paths: list[str]) -> None:
         )
 
 
-def refuse_settings(optimize_kwargs: dict[str, Any] | None, caller: str) -> None:
-    """Refuse what narrows or widens the optimization."""
-    if optimize_kwargs:
-        raise ValueError(
-            f"{caller}: optimize_kwargs={sorted(optimize_kwargs)}: not offered; "
-            "optimize_graph=True ties inputs and outputs of every FloatFunctional.cat"
-        )
-
-
 def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> list[list[str]]:
     """Tie the scales of the inputs and the output of every concatenation.
 

@@ -142,7 +142,8 @@ def _pillars(
     found = int(pillar.max()) + 1 if len(pillar) else 0
     order = torch.arange(len(pillar), device=pillar.device)
     first = order.new_full((found,), len(pillar)).scatter_reduce(0, pillar, order, "amin")
-    pillar = torch.argsort(torch.argsort(first))[pillar]  # numbered as their first points come
+    # `unique` numbers pillars by their cells; the order of their first points is wanted.
+    pillar = torch.argsort(torch.argsort(first))[pillar]
     rows = found if count is None else count
     # A point's place in its pillar: how many of the same came before it.
     by_pillar = torch.argsort(pillar, stable=True)

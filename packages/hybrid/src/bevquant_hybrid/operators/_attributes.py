@@ -87,6 +87,7 @@ def row_of_function(function: Callable[..., Any], name: str, tensors: int) -> st
     # Of two tensors, max and min are those of each element.
     if name.lstrip("_") in ("max", "min") and tensors == 2:
         return f"torch.{name.lstrip('_')}imum"
+    # What was called comes first: a function and the method of its name may have two rows.
     method = getattr(torch.Tensor, name, None) is function or hasattr(function, "__objclass__")
     spaces = ["torch.Tensor.", "torch.", "torch.nn.functional."]
     if not method:
@@ -265,6 +266,7 @@ def function_attributes(
     if row == "torch.Tensor.transpose":
         found["moved_axes"] = _moved_axes(name, args, kwargs, rank)
     if row in ("torch.add", "torch.mul", "torch.sub", "torch.div"):
+        # Two operands: what stands behind them is alpha or out.
         found["scalars"] = sum(isinstance(a, int | float) for a in args[:2])
     return _finish(found)
 

@@ -219,7 +219,7 @@ class Recorder(Watch):
         func, args, kwargs = seen.function, seen.args, seen.kwargs
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         plain = getattr(func, "__name__", str(func)).removesuffix(".default")  # of an operator
-        if plain == "__get__":
+        if plain == "__get__":  # of an attribute: transposes compute, others tell facts
             plain = getattr(getattr(func, "__self__", None), "__name__", "")
             outputs = outputs if plain in ("T", "mT", "H", "mH") else []
         if not outputs or plain == "detach":

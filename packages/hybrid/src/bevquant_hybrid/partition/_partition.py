@@ -79,6 +79,7 @@ def _around(
             outer = ".".join(parts[:i])
             if outer in modules:
                 found.setdefault(outer, type(modules[outer]))
+    # Around every node is the model itself, which no entry of `hybrid_dict` means.
     found.pop("", None)
     return found
 

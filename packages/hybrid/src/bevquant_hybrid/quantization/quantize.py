@@ -13,12 +13,7 @@ from bevquant_graph import called, check_kind
 from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
-from bevquant_hybrid._fx._scales import (
-    adopt_scales,
-    calibrated_scales,
-    refuse_settings,
-    unify_cat_scales,
-)
+from bevquant_hybrid._fx._scales import adopt_scales, calibrated_scales, unify_cat_scales
 from bevquant_hybrid._fx._settings import Settings
 from bevquant_hybrid._fx._tracer import trace
 from bevquant_hybrid.march import JOINS_AT_ONE_SCALE, require_march
@@ -70,7 +65,11 @@ def prepare_qat(
         >>> prepare_qat(model)(torch.ones(1, 1, 2, 2)).dtype
         qint8
     """
-    refuse_settings(optimize_kwargs, "prepare_qat")
+    if optimize_kwargs:
+        raise ValueError(
+            f"prepare_qat: optimize_kwargs={sorted(optimize_kwargs)}: not offered; "
+            "optimize_graph=True ties inputs and outputs of every FloatFunctional.cat"
+        )
     made = _prepare(model, inplace, hybrid, "prepare_qat", optimize_graph, mapping)
     if verbose:
         for path, module in made.named_modules():

@@ -306,6 +306,7 @@ def _regions(
         if len(path) == 2 and boxes[source].column == boxes[reader].column
         if places.get(source) and places[source] == places.get(reader)
     ]
+    # All rims first: an area covers the rims inside its region, so that one outline is left.
     for grow, style in ((_RIM, "rim"), (0.0, "area")):
         pad = _PAD + grow
         for name, place in places.items():
@@ -367,6 +368,7 @@ def _edges(layering: Layering, by_name: Mapping[str, DrawnNode], placed: _Placed
                 d += _bend(upper, lower, start, end)
             else:
                 ends = placed.rights[column], placed.bottoms[column]
+                # Six pixels apart, so that edges through one gutter do not cover each other.
                 d += _turn(lower, start, end, 6 * turns[column], *ends)
                 turns[column] += 1
         style = "edge" if integer else "edge float"
@@ -382,6 +384,7 @@ def _ports(
         ends = ((path[0], path[1], 1e6), (path[-1], path[-2], -1e6))
         for side, (name, beside, elsewhere) in zip(sides, ends, strict=True):
             box, other = boxes[name], boxes[beside]
+            # Edges to another column leave on the right and arrive from the left.
             offset = other.x - box.x if other.column == box.column else elsewhere
             side.setdefault(name, []).append((offset, edge))
     leaving, arriving = (_spread(side, boxes) for side in sides)

@@ -108,7 +108,8 @@ def _depths(nodes: Sequence[DrawnNode]) -> dict[str, int]:
         depth[node.name] = 1 + max((depth[source] for source in node.inputs), default=-1)
         for source in node.inputs:
             readers.setdefault(source, []).append(node.name)
-    for node in nodes:  # what reads nothing stands right above its first reader
+    # What reads nothing stands right above its first reader.
+    for node in nodes:
         if not node.inputs and node.name in readers:
             depth[node.name] = min(depth[reader] for reader in readers[node.name]) - 1
     return depth

@@ -207,6 +207,7 @@ def _layer_input(
     if name not in _FUSED and name != "add":
         return None
     for i, source in enumerate(call.inputs):
+        # A second reader needs the layer's own result, which is then stored.
         if source in layers and readers[source] == 1:
             return i
     return None

@@ -66,6 +66,7 @@ def _l1(x: Tensor, y: Tensor) -> Tensor:
 
 def _kl(x: Tensor, y: Tensor) -> Tensor:
     p, q = x.log_softmax(0), y.log_softmax(0)
+    # Rounding can make the divergence of equal distributions negative.
     return (p.exp() * (p - q)).sum().clamp(min=0)
 
 
@@ -219,7 +220,7 @@ def _in_form_of(old: Tensor, new: Tensor) -> Tensor:
         info = qinfo(old.dtype)
         steps = (values / scale).round().clamp(info.min, info.max)
         return old.like(steps.to(old.dtype.storage))
-    if not old.on_grid:
+    if not old.on_grid:  # a calibration form, which does not round
         return old.like(values.clone())
     info = qinfo(old.dtype)
     axis = old.q_per_channel_axis()

@@ -96,6 +96,7 @@ def featuremap_similarity(
             silent[first_is_fused_more],
         )
         found = [compare(match, measure, first_is_fused_more) for match in matches]
+    # Matched by name, but results of other shapes were not compared.
     alone += [match.one.path for match, row in zip(matches, found, strict=True) if row is None]
     rows = [[index, *row] for index, row in enumerate(row for row in found if row is not None)]
     if not rows:

@@ -283,6 +283,7 @@ def check_unfused_operations(
         _chain(calls, i) for i, call in enumerate(calls) if layer_class(call.module) in ANCHORS
     ]
     chains = [chain for chain in chains if len(chain) > 1]
+    # Layers that are called more than once come first: fusing them needs a change of the model.
     chains.sort(key=lambda chain: times[id(chain[0].module)] == 1)
     groups, tables = [], []
     for chain in chains:

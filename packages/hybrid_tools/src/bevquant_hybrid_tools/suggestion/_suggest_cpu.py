@@ -203,6 +203,7 @@ class _Search:
 
     def _of(self, moved: _Names) -> Measured | None:
         """Measure a placement once; None where a value has no range."""
+        # Placements of one round come back in the next, in another order of picks.
         key = frozenset(moved)
         if key not in self._known:
             try:
@@ -234,6 +235,7 @@ class _Search:
         for names, there in behind.items():
             alone, gain = self._of(names), gains[names]
             idle = gain <= self._min_gain
+            # Members of a group that gains nothing have rows of their own.
             if alone is None or (len(names) > 1 and idle):
                 continue
             reason = f"gains {gain:.2f}, but {self._beyond(start, picked, names, there)}"
@@ -245,6 +247,7 @@ class _Search:
 
 def _rank(gain: float, now: Measured, there: Measured) -> tuple[float, float]:
     added = there.milliseconds - now.milliseconds
+    # A move that costs no time goes first; among those the larger gain decides.
     return (gain / added if added > 0 else math.inf, gain)
 
 
