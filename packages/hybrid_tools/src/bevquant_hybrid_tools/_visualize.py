@@ -18,6 +18,7 @@ from torch import fx, nn
 from bevquant_hybrid.compilation import forward_arguments, march_of, model_name, require_module
 from bevquant_hybrid.operators import (
     OperatorCall,
+    is_identity,
     load_support_table,
     runs_on_cpu,
     tensors_in,
@@ -27,8 +28,6 @@ from bevquant_hybrid.partition import Plan, partition
 from bevquant_hybrid.quantization.quantize_fx import fuse_fx
 from bevquant_hybrid_tools.drawing import DrawnNode, draw_partition
 from bevquant_quantizers.documents import write_whole
-
-_PASSED_OVER = ("Identity", "Dropout", "Dropout2d")  # nothing of them is left on a BPU
 
 
 def show_picture(path: Path) -> None:
@@ -184,7 +183,7 @@ def _nodes_of(calls: Sequence[OperatorCall], count: int) -> list[DrawnNode]:
                 number = outside.index(call.path) if apart and count > 1 else 0
                 sources.append(_input_name(number, count if apart else 1, calls))
                 _add_input(nodes, sources[-1], call)
-        if call.operator.rpartition(".")[2] in _PASSED_OVER:
+        if is_identity(call.operator):  # nothing of it is left on a BPU
             stands_for[call.path] = tuple(sources)
             continue
         stands_for[call.path] = (call.path,)

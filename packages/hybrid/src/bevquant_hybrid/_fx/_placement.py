@@ -22,7 +22,7 @@ from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid._scale_keeping import PASSING, rule_of
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn._pillars import PointPillarsScatter
-from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import row_of_function, row_of_module
 from bevquant_hybrid.operators._table import Listed, place_operator
@@ -167,8 +167,7 @@ def keeps_scale(module: nn.Module | None) -> bool:
 
 def has_weight(module: nn.Module | None) -> bool:
     """Whether a module is a convolution or linear layer that a BPU computes."""
-    kinds = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear, Fused)
-    return layer_class(module, *kinds) is not None
+    return layer_class(module, *ANCHORS, Fused) is not None
 
 
 class Placement:

@@ -28,7 +28,7 @@ from ._attributes import (
     weighted_part,
 )
 from ._expressions import OperatorCall, Value
-from ._table import find_row
+from ._table import find_row, is_identity
 
 DtypeOf = Callable[[str, nn.Module | None], str | None]
 
@@ -321,12 +321,11 @@ class Recorder(Watch):
             followers = readers.get(path, [])
             ends = path in leaving or bool(followers)
             fields["is_model_output"] = ends and all(
-                f["is_model_output"] and f["operator"].rpartition(".")[2] in _LEAVING
-                for f in followers
+                f["is_model_output"] and _leads_out(f["operator"]) for f in followers
             )
             if of_indices is not None:
                 fields["attributes"]["index_is_output"] = all(
-                    reader.rpartition(".")[2] in _LEAVING for reader in of_indices
+                    _leads_out(reader) for reader in of_indices
                 )
             calls.append(OperatorCall(**fields))
         return calls[::-1]
@@ -335,8 +334,10 @@ class Recorder(Watch):
 _BOUNDARY = "_activation_post_process"  # end of the names of boundaries that prepare inserts
 _FUNCTIONALS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
 
-# What may stand between an operator and the end of the model without being one itself.
-_LEAVING = ("DeQuantStub", "getitem", "__getitem__", "Identity", "Dropout", "Dropout2d")
+
+def _leads_out(operator: str) -> bool:
+    """Whether it may stand between an operator and the model's end without being one itself."""
+    return operator.endswith((".DeQuantStub", ".getitem")) or is_identity(operator)
 
 
 def _alias(value: Tensor) -> Tensor:

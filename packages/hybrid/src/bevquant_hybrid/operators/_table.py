@@ -15,7 +15,7 @@ from bevquant_hybrid.operators._expressions import DTYPES, QUANTITIES, Expressio
 # checked where the attribute is known and reported as advice where it is not.
 _DATA = ("input_amax", "weight_dtype")
 
-_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu"}
+_ENTRY_KEYS = {"rows", "aliases", "eager", "needs", "any_rank", "advice", "on_cpu", "identity"}
 _SUPPORT_KEYS = {"input", "second_input", "output", "limits", "like"}
 _LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
 
@@ -71,6 +71,7 @@ class Operator:
     advice: tuple[str, ...]  # remarks on precision and use that cannot be checked
     support: Mapping[str, Support]  # by column; a missing column is not supported
     on_cpu: bool = False  # documented to run on the CPU, on floats
+    identity: bool = False  # its result is its input, in evaluation
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def build_table(files: Mapping[str, Mapping[str, Any]], marches: dict[str, March
                 if column in entry
             },
             on_cpu=entry.get("on_cpu", False),
+            identity=entry.get("identity", False),
         )
         for row, (family, entry) in entries.items()
     }
@@ -273,6 +275,12 @@ def runs_on_cpu(call: OperatorCall) -> bool:
     """Whether a call computes on floats, or is documented to run on the CPU."""
     row = find_row(call.operator)
     return is_float(call) or (row is not None and row.on_cpu)
+
+
+def is_identity(operator: str) -> bool:
+    """Whether an operator's result is its input, as in evaluation that of Dropout."""
+    row = find_row(operator)
+    return row is not None and row.identity
 
 
 def render_support_table(march: str | None = None, *, markdown: bool = False) -> str:

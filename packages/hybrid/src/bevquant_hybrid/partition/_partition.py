@@ -17,7 +17,12 @@ from bevquant_hybrid._fx._settings import Names, anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import called_function, called_path, number_nodes
 from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
-from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
+from bevquant_hybrid.operators import (
+    is_identity,
+    load_support_table,
+    row_of_function,
+    row_of_module,
+)
 from bevquant_hybrid.operators._table import place_operator
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
@@ -25,10 +30,7 @@ from bevquant_hybrid.undisturbed import positional, undisturbed
 
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
 # Views of their input, if the march supports them.
-_PASSING = (
-    *("torch.nn.Identity", "torch.nn.Dropout", "torch.nn.Dropout2d", "torch.Tensor.reshape"),
-    *("torch.Tensor.transpose", "torch.Tensor.getitem"),
-)
+_VIEWS = ("torch.Tensor.reshape", "torch.Tensor.transpose", "torch.Tensor.getitem")
 
 
 def _is_quantized(module: nn.Module | None) -> bool:
@@ -210,7 +212,7 @@ class _State(Placement):
         reason = f"{operator}: {listed.because}"
         if listed.place == "CPU":
             return Kind.CPU, reason
-        if operator in _PASSING and self.inputs(node):
+        if (operator in _VIEWS or is_identity(operator)) and self.inputs(node):
             return Kind.PASS, "it passes on what it reads, where that is"
         return Kind.BPU, reason
 

@@ -32,6 +32,7 @@ from bevquant_hybrid.operators import (
     Violation,
     find_advice,
     find_violations,
+    is_identity,
     load_support_table,
     runs_on_cpu,
     tensors_in,
@@ -42,7 +43,6 @@ from bevquant_hybrid.runtime._program import Program, flatten
 from bevquant_quantizers.documents import text_table
 
 _CAMERA_SCALE = 1 / 128
-_SELF_EVIDENT = ("Stub", ".Identity", ".Dropout", ".Dropout2d")  # their remarks hold for any model
 
 
 def check_model(
@@ -197,7 +197,9 @@ def _fail(found: Sequence[Violation], title: str) -> int:
 def _print_advice(calls: Sequence[OperatorCall], march: str) -> None:
     """Print the table's remarks, each once with all its operators."""
     about: dict[str, list[str]] = {}
-    for remark in find_advice([c for c in calls if not c.operator.endswith(_SELF_EVIDENT)], march):
+    # Remarks on stubs and identities hold for any model.
+    telling = [c for c in calls if not (c.operator.endswith("Stub") or is_identity(c.operator))]
+    for remark in find_advice(telling, march):
         about.setdefault(remark.text, []).append(remark.path)
     for text, paths in about.items():
         print(f"advice: {', '.join(paths)}: {text}")

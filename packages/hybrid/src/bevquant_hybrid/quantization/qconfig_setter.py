@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from bevquant_graph import layer_class
+from bevquant_hybrid._fx._placement import has_weight
 from bevquant_hybrid._fx._settings import anchor_path_of
 from bevquant_hybrid._fx._tracer import called_path
 from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qint8, qint16
-from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.quantization.qconfig import get_qconfig
 
 __all__ = [
@@ -31,8 +30,6 @@ __all__ = [
     "qat_8bit_weight_16bit_act_qconfig_setter",
     "qat_8bit_weight_16bit_fixed_act_qconfig_setter",
 ]
-
-_LAYERS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear)
 
 
 class Call:
@@ -264,7 +261,7 @@ def _calls(graph: Any, root: nn.Module) -> list[Call]:
         if module is None:
             continue
         kind = "matmul" if node.op == "call_method" and node.target == "matmul" else ""
-        if layer_class(module, *_LAYERS, Fused):
+        if has_weight(module):
             kind = "conv"
         made[node] = Call(anchor_path_of(module, path), kind, sources(node))
     return list(made.values())

@@ -11,7 +11,8 @@ from importlib import resources
 from math import prod
 from typing import Any
 
-from bevquant_hybrid.operators import OperatorCall, is_float, load_support_table
+from bevquant_hybrid.nn.intrinsic import ANCHORS
+from bevquant_hybrid.operators import OperatorCall, is_float, is_identity, load_support_table
 
 # The chips' figures, read from their table and checked.
 
@@ -80,11 +81,10 @@ def _chip(data: Mapping[str, Any]) -> ChipFigures:
 
 # Per element, by dtype; a constant operand is stored quantized, like a weight.
 _BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
-_ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
+_LAYERS = {kind.__name__ for kind in ANCHORS}
 _FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-_FREE_ON_CPU = ("Identity", "Dropout", "Dropout2d", "reshape")  # the same bytes, seen otherwise
-# On the BPU also what is quantized outside of it, or constant.
-_FREE = (*_FREE_ON_CPU, "QuantStub", "DeQuantStub", "AnchorGenerator")
+# Of the BPU: what is quantized outside of it, or constant.
+_FREE = ("QuantStub", "DeQuantStub", "AnchorGenerator")
 _WHAT_IT_IS = (
     "An estimate by roofline, not a measurement: each layer takes the longer of its operations at "
     "the peak rate of the cores and its bytes at the DDR bandwidth, every layer reads and writes "
@@ -175,11 +175,11 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
     for call in calls:
         name = call.operator.rpartition(".")[2]
         row = load_support_table().find(call.operator)
-        if name in _FREE or (row is not None and row.on_cpu):
+        if name in _FREE or _only_seen_otherwise(call) or (row is not None and row.on_cpu):
             traffic.append(Traffic(0, 0))
             continue
         layer_input = _layer_input(call, name, layers, readers)
-        if name in _ANCHORS:
+        if name in _LAYERS:
             layers[call.path] = call.path
         elif layer_input is not None:
             layers[call.path] = layers[call.inputs[layer_input]]
@@ -198,6 +198,11 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
         else:
             traffic.append(Traffic(loaded, stored))
     return traffic
+
+
+def _only_seen_otherwise(call: OperatorCall) -> bool:
+    """Whether the result is the input's bytes."""
+    return call.operator.endswith(".reshape") or is_identity(call.operator)
 
 
 def _layer_input(
@@ -339,7 +344,7 @@ def _cpu_traffic(call: OperatorCall) -> Traffic:
             if dtype != call.output_dtype
         )
         return Traffic(loaded, prod(call.output_shape) * _BYTES[call.output_dtype] if loaded else 0)
-    if name in _FREE_ON_CPU:
+    if _only_seen_otherwise(call):
         return Traffic(0, 0)
     values = sum(prod(shape) for shape in call.input_shapes) + call.weight_count + call.bias_count
     return Traffic(4 * values, 4 * prod(call.output_shape))

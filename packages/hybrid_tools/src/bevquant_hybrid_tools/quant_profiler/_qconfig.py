@@ -34,7 +34,7 @@ NO_QCONFIG = "qconfig = None"
 _OUTPUTS = ("Module Name", "Module Type", "Input dtype", "out dtype", "ch_axis")
 _WEIGHTS = ("Module Name", "Module Type", "weight dtype", "ch_axis")
 _MESSAGES = ("Module Name", "Module Type", "Msg")
-_WITH_WEIGHT = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear, Fused)
+_WITH_WEIGHT = (*ANCHORS, Fused)
 # What goes from float to quantized or back.
 _CROSSINGS = (qat.QuantStub, qat.DeQuantStub, FakeQuantizeBase, _WrappedCalibFakeQuantize)
 _QUESTION = "Please check if these OPs qconfigs are expected.."

@@ -33,22 +33,9 @@ from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
-    ElementwiseFunction,
-    Pow,
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.PReLU,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Tanh,
+    *(ElementwiseFunction, Pow, nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish),
+    *(nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.SELU, nn.SiLU, nn.Sigmoid),
+    *(nn.Softplus, nn.Tanh),
 )
 # Each class stands for the float one that it is derived from last.
 _DERIVED = (
