@@ -251,3 +251,33 @@ def test_layers_beside_a_module_that_is_not_followed_stay_in_integers():
     x = torch.linspace(-1, 1, 24).view(2, 3, 4)
     model = simulate(calibrated(Net(), x), x)
     assert [note.path for note in model.float_fallbacks] == ["compared"]
+
+
+def test_uncalibrated_on_an_example_without_rows():
+    rows = torch.zeros(0, 5)
+    net = quantize_model(nn.Sequential(nn.Linear(5, 4)).eval(), example_inputs=rows).model
+    with pytest.raises(ValueError, match=r"0\._input_quantizer \(not calibrated\)"):
+        simulate(net, rows)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_float_layers_of_a_model_in_another_type(dtype):
+    net = calibrated(Norm().to(dtype), X.to(dtype))
+    with pytest.raises(ValueError, match=rf"conv\.weight is {dtype}; call model\.float\(\)"):
+        simulate(net, X.to(dtype))
+
+
+def test_layers_of_a_bfloat16_model_are_float_for_its_type():
+    net = calibrated(small().bfloat16(), X.bfloat16())
+    reasons = [f.reason for f in simulate(net, X.bfloat16()).float_fallbacks if f.what == "conv2d"]
+    assert len(reasons) == 2
+    assert all("its input is bfloat16" in reason for reason in reasons)

@@ -422,6 +422,14 @@ def test_nan_in_a_batch_names_the_quantizer(method):
         quantizer(torch.tensor([1.0, float("nan")]))
 
 
+@pytest.mark.parametrize("method", ["max", "histogram"])
+def test_a_tensor_without_values_names_the_quantizer(method):
+    quantizer = TensorQuantizer(QuantDescriptor(calib_method=method), if_calib=True)
+    quantizer.name = "neck.deblocks.0"
+    with pytest.raises(ValueError, match=r"neck\.deblocks\.0: a tensor on the meta device"):
+        quantizer(torch.ones(2, device="meta"))
+
+
 # State
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor, nn
 
-from bevquant_graph import CallError, Graph
+from bevquant_graph import CallError
 from bevquant_int8sim.model._form import Integers
 from bevquant_quantizers import AffineQuantizer, Format, TensorQuantizer, format_of
 
@@ -93,16 +95,16 @@ def _usable_range(quantizer: TensorQuantizer, path: str) -> Tensor:
     return amax
 
 
-def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
-    """Refuse a model with activations that have no usable range."""
+def check_calibrated(model: nn.Module, reached: Collection[str]) -> None:
+    """Refuse a model with activations that have no usable range, among the `reached` modules."""
     problems = []
     for path, module in model.named_modules():
         if isinstance(module, AffineQuantizer):
             continue  # its scale was checked when it was made
         if isinstance(module, TensorQuantizer) and is_active(module):
             owner = path.rpartition(".")[0]
-            # Quantizers of modules that the graph does not call have no part in it.
-            if graph is not None and graph.called.isdisjoint((path, owner)):
+            # Quantizers of modules that nothing calls have no part in it.
+            if path not in reached and owner not in reached:
                 continue
             # The range of a weight is its largest value where nobody says otherwise.
             weight = path.rpartition(".")[2] == "_weight_quantizer"

@@ -122,6 +122,12 @@ class _Reader(GraphValues):
                 layer=layer, natural=ACCUMULATORS,
             )  # fmt: skip
         reason = layer if isinstance(layer, str) else "it is called with further arguments"
+        given = node.args[0].meta["val"].dtype if isinstance(node.args[0], fx.Node) else None
+        if not isinstance(layer, str) and given == torch.bfloat16:
+            reason = (
+                "its input is bfloat16, which does not hold the quantized values; call "
+                "model.float() before it is quantized and calibrated"
+            )
         return self._any(node, spec, reason)
 
     def _layer_of(self, node: fx.Node) -> Any:

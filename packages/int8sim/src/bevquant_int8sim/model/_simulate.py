@@ -36,6 +36,7 @@ from bevquant_int8sim.model._step import Step
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._verify import verify_model
 from bevquant_int8sim.model._weighted_steps import Dense
+from bevquant_quantizers import TensorQuantizer
 
 
 @reported_by("simulate")
@@ -130,7 +131,7 @@ def simulate(
     with state_kept(model):
         if graph is None:
             graph = _captured(model, example_inputs)
-        check_calibrated(model, graph)
+        check_calibrated(model, graph.called)
         operations = read_graph(graph)
         program, held = lower(operations)
         program = rounded(program, rounding, arithmetic)
@@ -162,19 +163,27 @@ def _captured(model: nn.Module, example_inputs: Any) -> Graph:
     try:
         return capture(model, example_inputs)
     except Exception:  # any error of a model without ranges
-        if not _runs(model, example_inputs):
-            check_calibrated(model)
+        check_calibrated(model, _reached(model, example_inputs))
         raise
 
 
-def _runs(model: nn.Module, example_inputs: Any) -> bool:
-    """Whether the quantizers that a call reaches have ranges; an auxiliary head's may have none."""
+def _reached(model: nn.Module, example_inputs: Any) -> set[str]:
+    """Quantizers that a call reaches; those of an auxiliary head may have no range."""
+    reached: set[str] = set()
+    quantizers = {m: p for p, m in model.named_modules() if isinstance(m, TensorQuantizer)}
+    hooks = [
+        m.register_forward_pre_hook(lambda module, _: reached.add(quantizers[module]))
+        for m in quantizers
+    ]
     try:
         with evaluation(model), torch.no_grad():
             called(model, *arguments(example_inputs))
-    except Exception:
-        return False
-    return True
+    except Exception:  # the caller has the error of the capture
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return reached
 
 
 def _eight_bits(amax: float) -> Integers:

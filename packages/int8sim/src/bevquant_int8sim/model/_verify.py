@@ -49,11 +49,29 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
         verification = _Verification(integer)
         returned, forced = verification.follow(example_inputs)
         integer.program.operations.update(verification.operations)
-    except RuntimeError as error:
+    except SimulateError:
+        raise
+    except Exception as error:
+        remedy = _float_remedy(integer)
+        # Of float32 models, layers name themselves.
+        if not (remedy or isinstance(error, RuntimeError)):
+            raise
         raise SimulateError(
-            f"the integer model does not run on the example inputs: {error}"
+            f"the integer model does not run on the example inputs: {error}{remedy}"
         ) from error
     check_results(integer, example_inputs, returned, forced)
+
+
+def _float_remedy(integer: IntegerModel) -> str:
+    """What to do with a model in another type than the integer model's floats; "" of others."""
+    model = None if integer.source is None else integer.source.graph.model
+    for path, value in () if model is None else model.named_parameters():
+        if value.is_floating_point() and value.dtype != torch.float32:
+            return (
+                f". Its floats are float32, and the parameter {path} is {value.dtype}; call "
+                "model.float() before it is quantized and calibrated"
+            )
+    return ""
 
 
 def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequence[Any]) -> None:

@@ -60,6 +60,11 @@ class Calibrator(ABC):
         if not isinstance(x, Tensor) or x.is_complex():
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{self._who()}: expected a tensor of real numbers, got {came}")
+        if x.is_meta:
+            raise ValueError(
+                f"{self._who()}: a tensor on the meta device has no values to calibrate with: load "
+                "the weights (to_empty, load_state_dict), and give batches on the same device"
+            )
         return kept_axes(self._axis, x.shape, self._who())
 
     def _refuse_non_finite(self, x: Tensor, largest: Tensor) -> None:
