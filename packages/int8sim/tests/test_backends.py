@@ -11,8 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bevquant_int8sim import backend_report, choose_backend, int8_linear, usable_backend
+from bevquant_int8sim import (
+    backend_report,
+    choose_backend,
+    int8_conv2d,
+    int8_linear,
+    simulate,
+    usable_backend,
+)
 from bevquant_int8sim.__main__ import main
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
 
 CPU = torch.device("cpu")
 
@@ -143,3 +152,23 @@ def test_ahead_of_time_without_a_compiled_backend(capsys):
     assert capsys.readouterr().out.startswith("torch ")
     assert main(["sse"]) == 2
     assert "'sse': expected some of amx, vnni, portable, torch" in capsys.readouterr().err
+
+
+def test_torch_compile_calls_kernels_and_models_as_they_are():
+    """Its tracer made tensors of their arrays: wrong numbers, and writes outside of memory."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+        for shape in ((1, 16, 32, 32), (16, 16, 3, 3))
+    )
+
+    def convolve(x):
+        return int8_conv2d(x, w, padding=1) + 1
+
+    assert torch.equal(torch.compile(convolve, backend="eager")(x), convolve(x))
+    images = torch.randn(2, 3, 64, 64, generator=generator)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 4, 1))
+    quantized = quantize_model(net.eval(), example_inputs=images).model
+    calibrate(quantized, [images])
+    integers = simulate(quantized, images)
+    assert torch.equal(torch.compile(integers, backend="eager")(images), integers(images))

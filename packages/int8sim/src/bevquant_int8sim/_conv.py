@@ -20,11 +20,13 @@ from bevquant_int8sim._grid_axes import (
 )
 from bevquant_int8sim._output import make_output, with_addend
 from bevquant_int8sim._prepared import Memo, layouts
+from bevquant_sparse.runtime.eager import eager
 
 Ints = int | Sequence[int]
 Padding = int | Sequence[int] | Sequence[Sequence[int]]
 
 
+@eager
 def int8_linear(
     x: Tensor,
     weight: Tensor,
@@ -79,6 +81,7 @@ def int8_linear(
     return out.movedim(1, -1).reshape(*x.shape[:-1], weight.shape[0])
 
 
+@eager
 def int8_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
     """Convolution over one axis, ``[batch, channels, length]``; arguments as of `int8_conv2d`.
 
@@ -91,6 +94,7 @@ def int8_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **setting
     return _convolution(1, x, weight, bias, **{"name": "int8_conv1d", **settings})
 
 
+@eager
 def int8_conv2d(
     x: Tensor,
     weight: Tensor,
@@ -153,6 +157,7 @@ def int8_conv2d(
     )  # fmt: skip
 
 
+@eager
 def int8_conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
     """Convolution over three axes, ``[batch, channels, *grid]``; arguments as of `int8_conv2d`.
 
@@ -212,6 +217,7 @@ def _convolution(
     return run_dense(x, weight, by_group, bias, [axes], kernel, settings, backend, name, memo)
 
 
+@eager
 def int8_conv_transpose2d(
     x: Tensor,
     weight: Tensor,

@@ -19,10 +19,12 @@ from bevquant_int8sim._rounding import (
     shift_right,
 )
 from bevquant_int8sim._scales import along_axis, check_integer_tensor, integer_range, single_scale
+from bevquant_sparse.runtime.eager import eager
 
 # Additions and concatenations of tensors that have scales of their own.
 
 
+@eager
 def int8_add(
     a: Tensor,
     b: Tensor,
@@ -125,6 +127,7 @@ def _scaled(factor: Tensor, shift: Tensor) -> Tensor:
     return torch.tensor(made, dtype=torch.int64).reshape(shift.shape)
 
 
+@eager
 def int8_concat(
     tensors: Sequence[Tensor],
     multipliers: Sequence[float],
@@ -204,6 +207,7 @@ def _joins(first: Tensor, tensor: Tensor, axis: int) -> bool:
     )
 
 
+@eager
 def int8_relu(
     x: Tensor, multiplier: float = 1.0, *, rounding: str = "half_even", name: str = "int8_relu"
 ) -> Tensor:
@@ -226,6 +230,7 @@ def int8_relu(
     return _rescaled(x, multiplier, 0.0, None, rounding, name)
 
 
+@eager
 def int8_relu6(
     x: Tensor,
     input_scale: float,
@@ -256,6 +261,7 @@ def int8_relu6(
     return _rescaled(x, multiplier, 0.0, 6.0 / step, rounding, name)
 
 
+@eager
 def int8_leaky_relu(
     x: Tensor,
     negative_slope: float = 0.01,
@@ -347,6 +353,7 @@ def lookup_table(
     return quantize(values, output_scale, narrow_range=narrow_range, rounding=rounding, name=name)
 
 
+@eager
 def int8_lookup(x: Tensor, table: Tensor, *, name: str = "int8_lookup") -> Tensor:
     """Replace every integer q by ``table[q + 128]``.
 

@@ -19,12 +19,14 @@ from bevquant_int8sim._scales import (
     proves_safe,
     single_scale,
 )
+from bevquant_sparse.runtime.eager import eager
 
 # Nearest and bilinear resizing of integers.
 
 _AT_ONCE = 1 << 18  # values of the result
 
 
+@eager
 def int8_resize(
     x: Tensor,
     size: int | Sequence[int] | None = None,
@@ -157,6 +159,7 @@ def _sizes(
 Ints = int | Sequence[int]
 
 
+@eager
 def int8_max_pool(
     x: Tensor,
     kernel_size: Ints,
@@ -195,6 +198,7 @@ def int8_max_pool(
     return windows.reduce(x, lowest, torch.maximum)
 
 
+@eager
 def int8_avg_pool(
     x: Tensor,
     kernel_size: Ints,

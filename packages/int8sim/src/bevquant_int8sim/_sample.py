@@ -29,6 +29,7 @@ from bevquant_int8sim._matmul import gathered
 from bevquant_int8sim._quantize import requantize
 from bevquant_int8sim._rounding import shift_right
 from bevquant_int8sim._scales import AccumulatorOverflowError, check_integer_tensor
+from bevquant_sparse.runtime.eager import eager
 
 MODES = ("bilinear", "nearest")
 SAMPLES = ("grid_sample", "deformable_attention")
@@ -41,6 +42,7 @@ _WEIGHT_BITS = 14  # fraction bits of the weights of samples
 _LARGEST_WEIGHTS = 2**_WORD - 1  # |samples| <= 2¹⁵: a weighted sum stays inside int32
 
 
+@eager
 def int8_grid_sample(
     x: Tensor,
     grid: Tensor,
@@ -128,6 +130,7 @@ def grid_sums(
     return sums.view(len(x), *outputs, x.shape[1]).movedim(-1, 1), 2 * _BITS
 
 
+@eager
 def int8_deformable_attention(
     value: Tensor,
     value_spatial_shapes: Tensor,
@@ -221,6 +224,7 @@ def attention_sums(
     return total.view(batch, queries, heads * depth), 2 * _BITS - _WORD + _WEIGHT_BITS
 
 
+@eager
 def int8_deform_conv2d(
     x: Tensor,
     weight: Tensor,

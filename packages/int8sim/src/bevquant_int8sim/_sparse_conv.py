@@ -22,6 +22,7 @@ from bevquant_int8sim._scales import (
     sums_of_sizes,
 )
 from bevquant_sparse import Rulebook, WeightLayout, permute_weight
+from bevquant_sparse.runtime.eager import eager
 
 if TYPE_CHECKING:
     from bevquant_int8sim._compiled.sparse import SparseLayer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _BLOCK_VALUES = 2**24  # gathered values of a block
 
 
+@eager
 def int8_sparse_conv(
     features: Tensor,
     weight: Tensor,

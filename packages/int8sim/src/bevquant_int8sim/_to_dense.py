@@ -11,8 +11,10 @@ from torch import Tensor
 from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._scales import check_integer_tensor
+from bevquant_sparse.runtime.eager import eager
 
 
+@eager
 def int8_to_dense(
     features: Tensor,
     indices: Tensor,

@@ -23,6 +23,7 @@ from bevquant_sparse._geometry import (
 from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook_torch import build_torch
 from bevquant_sparse._table import Table
+from bevquant_sparse.runtime.eager import eager
 
 _BACKENDS = ("auto", "numba", "torch")
 
@@ -152,6 +153,7 @@ class Rulebook:
         return Rulebook(self.out_indices, self.in_indices, neighbours, **geometry)
 
 
+@eager
 def build_rulebook(
     indices: Tensor,
     spatial_shape: Sequence[int],

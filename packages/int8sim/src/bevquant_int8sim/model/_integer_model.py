@@ -34,6 +34,7 @@ from bevquant_int8sim.model._step import (
 )
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_quantizers.documents import text_table
+from bevquant_sparse.runtime.eager import eager
 
 Observer = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Walk = Generator[tuple[Step, tuple[Any, ...], tuple[Any, ...]], None, Any]
@@ -128,6 +129,7 @@ class IntegerModel:
         """Share of `operations` that runs in integers, 0 to 1."""
         return 1 - sum(fallback.share or 0 for fallback in self.float_fallbacks)
 
+    @eager
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on one set of inputs, structured like the example inputs.
@@ -184,6 +186,7 @@ class IntegerModel:
         """
         return batch if self.source is None else self.source.graph.inputs_of(batch)
 
+    @eager
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
     ) -> tuple[Any, dict[str, Recorded]]:
