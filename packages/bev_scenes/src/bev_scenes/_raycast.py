@@ -324,9 +324,10 @@ def _leaf(x: float, y: float, z: float) -> Any:
 def _tabulate(solids: Any) -> Any:
     """One row of numbers for each solid, see the columns' names.
 
-    One array instead of seven, for the same reason; a solid's numbers lie side by side, too.
     `_START` is the centres' common origin, in the solid's frame.
     """
+    # One array instead of seven, of which numba would count references. A solid's numbers lie side
+    # by side, too.
     shape, centre, heading, half, taper, material, near = solids
     table = np.empty((shape.shape[0], _COLUMNS))
     for s in range(shape.shape[0]):

@@ -1,9 +1,8 @@
 """What colour a camera sees at each place that its rays hit: surfaces, sunlight, sky and haze.
 
 The compiled functions use nothing beside +, -, ×, ÷, √ and floor, as the ray caster, so that
-pictures are the same on every machine. `_hash` is the ray caster's, written here again so that this
-module stands alone (numba's cache notices changes to one file). Colours are linear until the end;
-the picture is their square root, which is close to what cameras do.
+pictures are the same on every machine. Colours are linear until the end; the picture is their
+square root, which is close to what cameras do.
 """
 
 from __future__ import annotations
@@ -98,6 +97,7 @@ _kernel = numba.njit(**_OPTIONS)
 _for_any_key = numba.njit("float64(float64, float64, int64)", **_OPTIONS)
 
 
+# The ray caster's, once more: numba's cache would not notice a change in that file.
 @numba.njit("float64(int64, int64, int64)", **_OPTIONS)
 def _hash(i: int, j: int, k: int) -> Any:
     """A number in [0, 1) that looks random, from three integers."""

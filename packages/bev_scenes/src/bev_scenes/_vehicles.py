@@ -71,14 +71,12 @@ def _wheels(
 
 
 def _plates(length: float, width: float, inset: float = 0.0) -> tuple[Solid, ...]:
-    """Number plates and lamps, which send back far more than paint does.
-
-    The lamps reach `inset` metres inwards of the ends, where those lean back.
-    """
+    """Number plates and lamps; the lamps reach `inset` metres inwards of the ends."""
     plate = (0.02, 0.5, 0.11)
     lamp = (0.03 + inset, 0.28, 0.12)
     side = width / 2 - 0.25
-    retro = Material.RETROREFLECTOR
+    retro = Material.RETROREFLECTOR  # both send back far more than paint does
+    # Where the ends lean back, lamps lie deeper.
     back = length / 2 - inset / 2 - (0.02 if inset else 0.0)
     return tuple(
         solid

@@ -159,11 +159,8 @@ def _class_areas(
 def _areas(
     scenes: Any, hits: Any, times: Any, labels: Any, recalls: Any, first: int, least: float
 ) -> Any:
-    """Average precision of every draw, the mean over the limits; 0 without labels.
-
-    `_curve.curve` and `average_precision` in one pass and without arrays in between: as recall
-    grows from one value to the next, the recalls in between are read off the line that joins them.
-    """
+    """Average precision of every draw, the mean over the limits; 0 without labels."""
+    # `_curve.curve` and `average_precision` in one pass, without arrays in between.
     result = np.zeros(len(times))
     for draw in range(len(times)):
         for limit in range(hits.shape[1] if labels[draw] > 0 else 0):
@@ -177,6 +174,7 @@ def _areas(
                     next_recall, next_precision = right / labels[draw], right / seen
                     if not started:
                         recall, precision, started = next_recall, next_precision, True
+                    # Recalls in between are read off the line that joins the two points.
                     while place < len(recalls) and recalls[place] < next_recall:
                         value = precision
                         if recalls[place] > recall:
