@@ -132,8 +132,8 @@ def test_of_what_is_no_number_no_mean_is_made(monkeypatch, by, spoiled):
     sums.add_integers(*tensors, FORM)
     means = sums.sums["free_total"], sums.sums["forced_total"]
     assert [math.isnan(mean) for mean in means] == [spoiled == 1, spoiled == 2]
-    assert math.isnan(sums.sums["fake_error"]) == (spoiled == 1)
-    assert not math.isnan(sums.sums["integer_error"])
+    assert math.isnan(sums.fake.noise) == (spoiled == 1)
+    assert not math.isnan(sums.integer.noise)
 
 
 @pytest.mark.parametrize("by", ["numba", "torch"])

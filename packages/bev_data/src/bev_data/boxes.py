@@ -179,7 +179,7 @@ def _pairs(a: Any, b: Any) -> Any:
 @numba.njit(cache=True)
 def _intersection(a: Any, b: Any, dx: float, dy: float) -> Any:
     """Area common to box `a` and box `b`, whose centre is (dx, dy) from that of `a`."""
-    # In the frame of `a`: its sides are at ±length/2 and ±width/2, and a cut compares one coordinate.
+    # In the frame of `a`, whose sides are at ±length/2 and ±width/2: a cut compares one coordinate.
     cos_a, sin_a = np.cos(a[6]), np.sin(a[6])
     cos, sin = np.cos(b[6] - a[6]), np.sin(b[6] - a[6])
     center_x, center_y = cos_a * dx + sin_a * dy, cos_a * dy - sin_a * dx

@@ -1,9 +1,10 @@
 """The sums of a row, and gaps, in one pass over memory on all of torch's threads; needs numba.
 
-Each block of values writes a line of its own, in the order of `FIELDS`, so that the sums do not
-depend on the number of threads. What is counted in steps is counted in integers: branches, and
-floats whose order matters, would keep a loop from working on several values at a time. A NaN is
-clamped to the lowest integer, and what is added up beside it is NaN.
+Each block of values writes a line of its own: both pairs' sums in the order of `PairSums`, then
+the steps as `_layer_sums` names them. So sums do not depend on the number of threads. What is
+counted in steps is counted in integers: branches, and floats whose order matters, would keep a loop
+from working on several values at a time. A NaN is clamped to the lowest integer, and what is added
+up beside it is NaN.
 """
 
 from __future__ import annotations
@@ -14,11 +15,6 @@ import numpy as np
 
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import lines_of
-
-
-def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
-    """A line for each block of three flat float32 arrays."""
-    return lines_of(_floats, fields, (wanted, fake, integer))
 
 
 def integer_lines(
@@ -83,23 +79,6 @@ def _gaps(wanted, got, line):
     line[0], line[1], line[2], line[3] = most, energy, top, power
 
 
-@compiled("void(float32[::1], float32[::1], float32[::1], float64[::1])", any_order=True)
-def _floats(wanted, fake, integer, line):
-    power = fake_power = integer_power = fake_dot = integer_dot = 0.0
-    fake_error = integer_error = 0.0
-    for i in range(len(integer)):
-        w, f, q = np.float64(wanted[i]), np.float64(fake[i]), np.float64(integer[i])
-        power += w * w
-        fake_power += f * f
-        integer_power += q * q
-        fake_dot += f * w
-        integer_dot += q * w
-        fake_error += (f - w) * (f - w)
-        integer_error += (q - w) * (q - w)
-    line[0], line[1], line[2] = power, fake_power, integer_power
-    line[3], line[4], line[5], line[6] = fake_dot, integer_dot, fake_error, integer_error
-
-
 @compiled(
     "void(float32[::1], float32[::1], int8[::1], float64, float64, float64, float64[::1])",
     any_order=True,
@@ -129,11 +108,11 @@ def _integers(wanted, fake, integer, scale, low, high, line):
         integer_dot += q * w
         fake_error += (f - w) * (f - w)
         integer_error += (q - w) * (q - w)
-    line[0], line[1], line[2] = power, fake_power, integer_power
-    line[3], line[4], line[5], line[6] = fake_dot, integer_dot, fake_error, integer_error
-    line[7], line[8], line[12] = total, off, most
+    line[0], line[1], line[2], line[3] = power, fake_power, fake_dot, fake_error
+    line[4], line[5], line[6], line[7] = power, integer_power, integer_dot, integer_error
+    line[8], line[9], line[13] = total, off, most
     if unknown:
-        line[1], line[3], line[5], line[7] = np.nan, np.nan, np.nan, np.nan
+        line[1], line[2], line[3], line[8] = np.nan, np.nan, np.nan, np.nan
 
 
 @compiled("void(float32[::1], int8[::1], float64, float64, float64, float64[::1])")
@@ -152,6 +131,6 @@ def _teacher_forced(teacher_forced, integer, scale, low, high, line):
         total += apart
         off += apart > 0
         most = max(most, apart)
-    line[9], line[10], line[11], line[13] = total, off, saturated, most
+    line[10], line[11], line[12], line[14] = total, off, saturated, most
     if unknown:
-        line[9] = np.nan
+        line[10] = np.nan

@@ -16,19 +16,15 @@ from bevquant_int8sim.model._layer_table import LayerRow
 from bevquant_int8sim.model._rowwise import contiguous
 from bevquant_qnn import PairSums
 
-FIELDS = (
-    "power fake_power integer_power fake_dot integer_dot fake_error integer_error "
-    "free_total free_off forced_total forced_off saturated free_largest forced_largest"
-).split()
-"""What is summed over all values; of the last two, the largest is kept."""
-
+_PAIR = len(PairSums().as_sums())
+# A line of integers: four sums of each pair, then what is counted in steps.
+_STEPS = "free_total free_off forced_total forced_off saturated free_largest forced_largest".split()
+_FIELDS = 2 * (_PAIR - 1) + len(_STEPS)
 _KEPT = ("kept_float", "kept_fake", "kept_integer")
 _MATCHED = ("matched", "chosen_float", "chosen")
-_NOT_FINITE = ("fake_not_finite", "integer_not_finite")
 # Of all batches: `peak` in bits, `integers` 1 where the output is held in integers.
-_COUNTS = ("values", "forced_values", *_KEPT, *_MATCHED, *_NOT_FINITE, "peak", "integers")
-_LARGEST = frozenset({*FIELDS[-2:], "peak", "integers"})
-_FLOATS = 7  # the sums of float outputs come first
+_COUNTS = ("values", "forced_values", *_KEPT, *_MATCHED, "peak", "integers")
+_LARGEST = frozenset({*_STEPS[-2:], "peak", "integers"})
 _ENERGY = 1e-4  # 40 dB: a difference below what any quantizer makes
 # A quarter of a megabyte in float64. Whole feature maps would be read from memory and written back
 # at each of two dozen operations.
@@ -97,27 +93,17 @@ class LayerSums:
     op: str
     form: str
     why: str = ""
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*FIELDS, *_COUNTS), 0.0))
+    fake: PairSums = field(default_factory=PairSums)  # against float, as `integer`
+    integer: PairSums = field(default_factory=PairSums)
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*_STEPS, *_COUNTS), 0.0))
 
     def add_floats(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
         """Add one batch's float, fake-quant and integer output, all as floats."""
         if self._differ(reference, fake, integer):
             return
         self._note("values", reference.numel())
-        lines = _float_lines(reference, fake, integer)
-        if not np.isfinite(lines).all():
-            lines = _float_lines(*self._comparable(reference, fake, integer))
-        self._add(lines)
-
-    def _comparable(self, reference: Tensor, *runs: Tensor) -> list[Tensor]:
-        """Values that are finite in float; a run's others are counted and replaced by float's."""
-        known = reference.isfinite()
-        found = [values[known] for values in (reference, *runs)]
-        for index, name in enumerate(_NOT_FINITE, 1):
-            broken = ~found[index].isfinite()
-            self._note(name, int(broken.sum()))
-            found[index] = torch.where(broken, found[0], found[index])
-        return found
+        self.fake.add(reference, fake)
+        self.integer.add(reference, integer)
 
     def add_integers(
         self,
@@ -139,7 +125,7 @@ class LayerSums:
         self._note("forced_values", integer.numel())
         kernels = _kernels(reference, fake, teacher_forced) if integer.dtype == torch.int8 else None
         if kernels is not None:
-            given = form.scale, float(form.low), float(form.high), len(FIELDS)
+            given = form.scale, float(form.low), float(form.high), _FIELDS
             self._add(kernels.integer_lines(*_flat(reference, fake, integer), *given))
             # Sums of integers, the same in any order: these two lie alike in memory.
             self._add(kernels.teacher_forced_lines(*_flat(teacher_forced, integer), *given))
@@ -167,13 +153,17 @@ class LayerSums:
         self._note("forced_values", integer.numel())
         for some in blocks(teacher_forced, integer):
             forced, made = (values.double() for values in some)
-            *_, total, off, beyond, _, largest = _integer_line(forced, forced, forced, made, form)
-            line = dict.fromkeys(FIELDS, 0.0)
-            line |= {"forced_total": total, "forced_off": off, "forced_largest": largest}
-            self._add([list((line | {"saturated": beyond}).values())])
+            numbers = _integer_line(forced, forced, forced, made, form)[-len(_STEPS) :]
+            line = dict(zip(_STEPS, numbers, strict=True))
+            for name in ("forced_total", "forced_off", "saturated", "forced_largest"):
+                self._note(name, line[name])
 
     def _add(self, lines: Any) -> None:
-        for name, values in zip(FIELDS, np.asarray(lines).T, strict=True):
+        columns = np.asarray(lines).T
+        pairs, steps = columns[: -len(_STEPS)].sum(1), columns[-len(_STEPS) :]
+        self.fake.add_sums([*pairs[: _PAIR - 1], 0])
+        self.integer.add_sums([*pairs[_PAIR - 1 :], 0])
+        for name, values in zip(_STEPS, steps, strict=True):
             self._note(name, values.max(initial=0) if name in _LARGEST else values.sum())
 
     def _note(self, name: str, value: Any) -> None:
@@ -196,11 +186,13 @@ class LayerSums:
 
     def numbers(self) -> list[float]:
         """Everything added so far."""
-        return list(self.sums.values())
+        return [*self.fake.as_sums(), *self.integer.as_sums(), *self.sums.values()]
 
     def merge(self, numbers: Sequence[float]) -> None:
         """Add what `numbers` of other batches gave."""
-        for name, value in zip(self.sums, numbers, strict=True):
+        self.fake.add_sums(numbers[:_PAIR])
+        self.integer.add_sums(numbers[_PAIR : 2 * _PAIR])
+        for name, value in zip(self.sums, numbers[2 * _PAIR :], strict=True):
             self._note(name, value)
 
     def row(self) -> LayerRow:
@@ -214,7 +206,7 @@ class LayerSums:
             return tuple(int(self.sums[name]) for name in names)
 
         forced = int(self.sums["forced_largest"])
-        fake, integer = self._pair("fake"), self._pair("integer")
+        fake, integer = self.fake, self.integer
         return LayerRow(
             path=self.path,
             op=self.op,
@@ -234,12 +226,8 @@ class LayerSums:
             why=self.why if forced > 1 else "",
             kept=counted(_KEPT) if any(counted(_KEPT)) else None,
             matched=counted(_MATCHED) if any(counted(_MATCHED)) else None,
-            not_finite=counted(_NOT_FINITE),
+            not_finite=(int(fake.not_finite), int(integer.not_finite)),
         )
-
-    def _pair(self, run: str) -> PairSums:
-        names = "power", f"{run}_power", f"{run}_dot", f"{run}_error", f"{run}_not_finite"
-        return PairSums(*map(self.sums.__getitem__, names))
 
 
 def _kernels(*floats: Tensor) -> Any:
@@ -256,21 +244,6 @@ def _flat(*tensors: Tensor) -> list[Any]:
     return [contiguous(tensor.detach()).reshape(-1).numpy() for tensor in tensors]
 
 
-def _float_lines(wanted: Tensor, fake: Tensor, integer: Tensor) -> Any:
-    """Sums of a float output, in lines of `FIELDS`."""
-    kernels = _kernels(wanted, fake, integer)
-    if kernels is not None:
-        return kernels.float_lines(*_flat(wanted, fake, integer), len(FIELDS))
-    lines = [_float_line(*(v.double() for v in some)) for some in blocks(wanted, fake, integer)]
-    return np.pad(np.array(lines).reshape(-1, _FLOATS), ((0, 0), (0, len(FIELDS) - _FLOATS)))
-
-
-def _float_line(wanted: Tensor, fake: Tensor, integer: Tensor) -> list[float]:
-    line = [wanted * wanted, fake * fake, integer * integer, fake * wanted, integer * wanted]
-    line += [(fake - wanted).square_(), (integer - wanted).square_()]
-    return [float(values.sum()) for values in line]
-
-
 def _integer_line(
     wanted: Tensor, fake: Tensor, teacher_forced: Tensor, made: Tensor, form: Integers
 ) -> list[float]:
@@ -278,7 +251,10 @@ def _integer_line(
     raw = (teacher_forced / form.scale).round_()
     clamped = raw.clamp(form.low, form.high)
     free, forced = (made - expected).abs_(), (made - clamped).abs_()
-    line = _float_line(wanted, expected * form.scale, made * form.scale)
+    line = []
+    for q in (expected * form.scale, made * form.scale):
+        for values in (wanted * wanted, q * q, q * wanted, (q - wanted).square_()):
+            line.append(float(values.sum()))
     for apart in (free, forced):
         line += [float(apart.sum()), float(apart.count_nonzero())]
     return [*line, float((raw != clamped).sum()), float(free.max()), float(forced.max())]

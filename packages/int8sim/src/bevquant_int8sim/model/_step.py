@@ -10,7 +10,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from bevquant_graph import refilled
+from bevquant_graph import leaves, refilled
 from bevquant_int8sim.model._coords import Coords
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 
@@ -390,15 +390,9 @@ class Coordinates(Step):
 
 def _leaves(value: Any) -> Iterator[Any]:
     """References and constants of nested arguments, in order."""
-    if isinstance(value, slice):
-        value = value.start, value.stop, value.step
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    for leaf in leaves(value):
+        cut = isinstance(leaf, slice)
+        yield from leaves((leaf.start, leaf.stop, leaf.step)) if cut else (leaf,)
 
 
 def names_in(value: Any) -> list[str]:
@@ -414,6 +408,7 @@ def names_in(value: Any) -> list[str]:
 
 def replaced(value: Any, read: Any) -> Any:
     """`value` with every `Ref` and `SparseRef` replaced by the result of ``read``."""
+    # Not by `map_leaves`: it asks for a mapping first, which takes longer, and each step runs this.
     if isinstance(value, Ref | SparseRef):
         return read(value)
     if isinstance(value, Mapping):
