@@ -178,6 +178,15 @@ def test_learned_range_clips_and_learns():
     assert quantizer.clip.clip_value_min.grad == 0
 
 
+def test_range_in_use_is_the_larger_end_of_a_clip_that_learns():
+    quantizer = TensorQuantizer(QuantDescriptor(amax=3.0, learn_amax=True))
+    quantizer.clip.clip_value_min.data.fill_(-5.0)
+    assert float(quantizer.amax_in_use) == 5.0
+    assert not quantizer.amax_in_use.requires_grad
+    assert float(TensorQuantizer(QuantDescriptor(amax=3.0)).amax_in_use) == 3.0
+    assert TensorQuantizer().amax_in_use is None
+
+
 def test_learned_range_moves_towards_the_data():
     quantizer = TensorQuantizer(QuantDescriptor(amax=0.25, learn_amax=True))
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.05)
