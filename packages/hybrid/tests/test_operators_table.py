@@ -2,18 +2,23 @@
 
 import copy
 import dataclasses
+import inspect
 import re
 from importlib import resources
 from math import inf
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from bevquant_hybrid.operators import (
     Expression,
     OperatorCall,
+    _attributes,
     build_table,
     find_advice,
     find_violations,
+    is_identity,
     load_support_table,
     render_support_table,
 )
@@ -526,3 +531,30 @@ def test_the_reader_refuses_bad_data(rows, reason):
 def test_data_files_travel_with_the_package():
     folder = resources.files("bevquant_hybrid.operators") / "tables"
     assert (folder / "marches.toml").is_file()
+
+
+def test_integer_forms_of_rows_are_registered_operators() -> None:
+    spellings = [name for row in load_support_table().operators.values() for name in row.aliases]
+    operators = [name.split("::") for name in spellings if "::" in name]
+    assert ["bevquant_hybrid", "matmul"] in operators
+    for space, name in operators:
+        assert hasattr(getattr(torch.ops, space), name), name
+
+
+def test_arguments_are_those_of_torch_in_its_order() -> None:
+    signatures = torch.overrides.get_testing_overrides()
+    for name, known in _attributes._arguments().items():
+        function = getattr(F, name, None) or getattr(torch, name)
+        parameters = inspect.signature(signatures[function]).parameters.values()
+        if list(known) == ["dim"]:  # which torch's own list of signatures does not have for all
+            continue
+        assert [p.name for p in parameters][1 : 1 + len(known)] == list(known), name
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        assert all(defaults.get(given) == default for given, default in known.items()), name
+
+
+def test_a_column_says_what_is_the_identity() -> None:
+    assert is_identity("torch.nn.Dropout2d")
+    assert is_identity("torch.Tensor.contiguous")
+    assert not is_identity("torch.nn.ReLU")
+    assert not is_identity("torch.no_such_operator")
