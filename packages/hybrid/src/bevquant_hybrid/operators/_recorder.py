@@ -57,10 +57,13 @@ class Watch(FunctionCalls):
         self._running: list[Seen] = []
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
+        self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
+        self.makers: dict[int, Any] = {}  # what made a value, by the value's identity
 
-    def concerns(self, given: Any) -> bool:
-        """Whether a function with these arguments is reported."""
-        raise NotImplementedError
+    def follow(self, value: Any, maker: Any) -> None:
+        """Remember what made a value; functions are reported that read one."""
+        self._alive.append(value)
+        self.makers[id(value)] = maker
 
     def before(self, seen: Seen) -> None:
         """An operator is about to run."""
@@ -106,7 +109,6 @@ class Watch(FunctionCalls):
 
     def _enter(self, path: str, module: Any, method: str | None, args: Any, kwargs: Any) -> None:
         self._running.append(Seen(path, module, method, None, args, kwargs))
-        # What an operator calls inside is part of it.
         if len(self._running) == 1:
             self.before(self._running[0])
 
@@ -117,7 +119,8 @@ class Watch(FunctionCalls):
         return result
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._running or not self.concerns((args, kwargs)):
+        # What an operator calls inside is part of it.
+        if self._running or not any(id(v) in self.makers for v in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         seen = Seen("", None, None, func, args, kwargs)
         self.before(seen)
@@ -137,9 +140,7 @@ class Recorder(Watch):
         self.drafts: dict[str, dict[str, Any]] = {}  # the same fields, which may change, by path
         self._taken: dict[str, int] = {}
         self._scopes: list[str] = []
-        self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
         self.dtypes: dict[int, str] = {}
-        self.makers: dict[int, str] = {}
         self._index_readers: dict[int, list[str]] = {}
 
     @property
@@ -149,9 +150,8 @@ class Recorder(Watch):
 
     def know(self, value: Any, dtype: str, maker: str) -> None:
         """Remember a value's dtype and which call made it."""
-        self._alive.append(value)
+        self.follow(value, maker)
         self.dtypes[id(value)] = dtype
-        self.makers[id(value)] = maker
 
     def attach_all(self) -> None:
         """Watch every module that counts as one call, and record the begin and end of others."""
@@ -169,10 +169,6 @@ class Recorder(Watch):
 
     def _leave_scope(self, *_: Any) -> None:
         self._scopes.pop()
-
-    def concerns(self, given: Any) -> bool:
-        """Whether a function has a followed value as input."""
-        return any(id(v) in self.dtypes for v in tensors_in(given))
 
     def after(self, seen: Seen, result: Any) -> Any:
         """Record a call."""

@@ -198,11 +198,6 @@ class _Recorder(Watch):
         self.calls: list[Call] = []
         self._keep, self._watch = keep, watch
         self._counts: Counter[str] = Counter()
-        self._makers: dict[int, int] = {}
-        self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
-
-    def concerns(self, given: Any) -> bool:
-        return any(source is not None for source in self._sources(given))
 
     def before(self, seen: Seen) -> None:
         given = (seen.args, seen.kwargs)
@@ -224,12 +219,11 @@ class _Recorder(Watch):
                 self.calls[source].readers.append(len(self.calls))
         self.calls.append(call)
         for tensor in tensors_in(result):
-            self._alive.append(tensor)
-            self._makers[id(tensor)] = len(self.calls) - 1
+            self.follow(tensor, len(self.calls) - 1)
         return result
 
     def _sources(self, given: Any) -> list[int | None]:
-        return [self._makers.get(id(tensor)) for tensor in tensors_in(given)]
+        return [self.makers.get(id(tensor)) for tensor in tensors_in(given)]
 
     def end(self, outputs: Any) -> None:
         for source in dict.fromkeys(self._sources(outputs)):
