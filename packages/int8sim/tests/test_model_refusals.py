@@ -281,3 +281,11 @@ def test_layers_of_a_bfloat16_model_are_float_for_its_type():
     reasons = [f.reason for f in simulate(net, X.bfloat16()).float_fallbacks if f.what == "conv2d"]
     assert len(reasons) == 2
     assert all("its input is bfloat16" in reason for reason in reasons)
+
+
+def test_inference_mode():
+    net = calibrated(small())
+    with torch.inference_mode():
+        given = X.clone()
+        made = simulate(net, given)(given)
+    assert torch.equal(made, simulate(net, X)(X))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevquant_export import export_qdq_onnx
+from bevquant_export import export_float_onnx, export_qdq_onnx
 from bevquant_int8sim import simulate
 from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate, hb_mapper
@@ -54,6 +54,16 @@ def test_an_operation_that_is_not_on_the_list_is_named(
         export_qdq_onnx(model, x, target, "horizon")
     assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
     assert target.read_bytes() == b"before"
+
+
+def test_an_example_without_frames_is_refused_by_name(model: nn.Module, tmp_path: Path) -> None:
+    """Its file was compared in no value, and some models ended in torch's message."""
+    message = r"input input of shape \(0, 3, 8, 8\) has no values.*give a frame"
+    with pytest.raises(ValueError, match=message):
+        export_qdq_onnx(model, torch.zeros(0, 3, 8, 8), tmp_path / "net.onnx")
+    with pytest.raises(ValueError, match=message):
+        export_float_onnx(nn.Conv2d(3, 4, 1).eval(), torch.zeros(0, 3, 8, 8), tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt11"])

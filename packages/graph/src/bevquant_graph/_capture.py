@@ -36,13 +36,14 @@ from ._quiet import evaluation, quiet
 from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
 from ._signature import Arguments, Constant, Leaf, Place, Tree, entries, flatten, place_name
-from ._state import called, state_kept
+from ._state import called, ordinary_tensors, state_kept
 from ._switches import switch_of
 from ._tidy import fixed_number, tidy
 
 _LOG = logging.getLogger(__name__)
 
 
+@ordinary_tensors()
 def capture(
     model: nn.Module, example_inputs: Any, *, check: bool = True, open_sizes: bool = True
 ) -> Graph:

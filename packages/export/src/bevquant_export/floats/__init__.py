@@ -104,7 +104,7 @@ def export_float_onnx(
         ImportError: onnxscript is not installed, or onnxruntime, which the comparison needs.
         TypeError: `module` is not a module.
         ValueError: The module is in training mode or has quantizers, torch's exporter cannot write
-            it, or onnxruntime computes other values. No file is written then.
+            it, no input has values, or onnxruntime computes other ones. No file is written then.
 
     Example:
         >>> import tempfile, torch
@@ -120,6 +120,12 @@ def export_float_onnx(
     _check(module, opset, target)
     args = as_example(module, args)
     given = by_parameter(module, args)
+    if tolerance is not None and given and not any(value.numel() for value in given.values()):
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"export_float_onnx: input {name} of shape {tuple(value.shape)} has no values, with "
+            "which the file is compared, and no other input has any; give a frame as in use"
+        )
     with StableChoices() as choices:
         results = dict(called(module, args))
     parameters = dict(zip(named_inputs(module, args, input_names), given, strict=True))

@@ -125,8 +125,8 @@ class _Reader(GraphValues):
         given = node.args[0].meta["val"].dtype if isinstance(node.args[0], fx.Node) else None
         if not isinstance(layer, str) and given == torch.bfloat16:
             reason = (
-                "its input is bfloat16, which does not hold the quantized values; call "
-                "model.float() before it is quantized and calibrated"
+                "its input is bfloat16, which does not hold the quantized values; leave "
+                "torch.autocast, or call model.float() before it is quantized and calibrated"
             )
         return self._any(node, spec, reason)
 
