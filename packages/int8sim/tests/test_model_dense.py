@@ -393,6 +393,40 @@ def test_padding_set_after_a_convolution_was_made():
     torch.testing.assert_close(made, model(x), rtol=0, atol=float(made.abs().max()) / 64)
 
 
+class _SetAnew(nn.Module):
+    """One convolution with other settings in each call, as HITNet's and shared dilated ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.up = nn.ConvTranspose2d(3, 4, 2, 2)
+
+    def forward(self, x):
+        made = [self.conv(x)]
+        self.conv.stride = (2, 1)
+        made.append(self.conv(x))
+        self.conv.stride, self.conv.dilation, self.conv.padding = (1, 1), (2, 2), (2, 2)
+        made.append(self.conv(x))
+        self.conv.dilation, self.conv.padding = (1, 1), "same"
+        made.append(self.conv(x))
+        self.conv.padding = (1, 1)
+        made.append(self.up(x))
+        self.up.output_padding = (1, 0)
+        made.append(self.up(x))
+        self.up.output_padding = (0, 0)
+        return made
+
+
+def test_settings_of_each_call() -> None:
+    torch.manual_seed(0)
+    quantized = calibrated(_SetAnew().eval())
+    made = simulate(quantized, images(0))(images(1))
+    expected = quantized(images(1))
+    assert [x.shape for x in made] == [x.shape for x in expected]
+    for x, y in zip(made, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0.05)
+
+
 def test_an_empty_stride_is_the_kernels() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:

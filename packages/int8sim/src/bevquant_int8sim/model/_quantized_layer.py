@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from bevquant_graph import layer_class, own_code, zero_padding
 from bevquant_int8sim._quantize import quantize, quantize_bias
@@ -141,9 +142,9 @@ def _float8_weight(weight: Tensor, scale: Tensor, quantizer: TensorQuantizer) ->
 
 
 def dense_layer(
-    module: Any, integers: Integers | Float8Input, path: str
+    module: Any, integers: Integers | Float8Input, path: str, node: fx.Node
 ) -> Layer | Float8Layer | str:
-    """The layer, or why it has no form in integers or FP8."""
+    """The layer of this call, or why it has no form in integers or FP8."""
     cls = layer_class(module, *_OPS)
     if cls is None:
         own = own_code(module, next((c for c in _OPS if isinstance(module, c)), None))
@@ -159,7 +160,7 @@ def dense_layer(
         form, quantizer = integers.form.name, module._weight_quantizer
         blocks = quantize_blocks(weight, form, quantizer._block_amax(weight), axis=1)
         bias = None if module.bias is None else module.bias.detach().float()
-        return BlockLayer(op, blocks, bias, integers.scale, form, _settings(module, op))
+        return BlockLayer(op, blocks, bias, integers.scale, form, _settings(module, op, node))
     made = _integers(
         module, _by_channel(module, weight, op), _range_shapes(module, op), integers, path
     )
@@ -167,7 +168,7 @@ def dense_layer(
         return made
     q, bias, scale = made
     stored = _as_stored(module, q, op).contiguous()
-    return _layer(op, stored, bias, scale, integers, _settings(module, op))
+    return _layer(op, stored, bias, scale, integers, _settings(module, op, node))
 
 
 def _layer(
@@ -257,17 +258,30 @@ def _as_stored(module: Any, by_channel: Tensor, op: str) -> Tensor:
     return split.movedim(1, 2).reshape(shape)
 
 
-def _settings(module: Any, op: str) -> dict[str, Any]:
+def _settings(module: Any, op: str, node: fx.Node) -> dict[str, Any]:
     if op == "linear":
         return {}
-    settings: dict[str, Any] = {
-        "stride": tuple(module.stride),
-        "dilation": tuple(module.dilation),
-        "groups": module.groups,
-    }
+    called = _called(module, node)
+    settings = {"stride": called.stride, "dilation": called.dilation, "groups": called.groups}
     if op != "conv_transpose":
-        return settings | {"padding": zero_padding(module)}
-    return settings | {n: tuple(getattr(module, n)) for n in ("padding", "output_padding")}
+        return settings | {"padding": zero_padding(called)}
+    return settings | {"padding": called.padding, "output_padding": called.output_padding}
+
+
+def _called(module: Any, node: fx.Node) -> Any:
+    """Settings of this call: a forward may set the layer's stride anew for each (HITNet)."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+    known: dict[str, Any] = {"kernel_size": module.kernel_size}
+    for argument in arguments[3:]:
+        value: Any = given.get(argument.name, argument.default_value)
+        if argument.name != "groups" and not isinstance(value, str):
+            numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if any(isinstance(number, fx.Node) for number in numbers):
+                numbers = tuple(getattr(module, argument.name))
+            value = numbers * (len(module.kernel_size) if len(numbers) == 1 else 1)
+        known[argument.name] = value
+    return SimpleNamespace(**known)
 
 
 def geometry_of(module: Any) -> Geometry:
@@ -313,8 +327,8 @@ def sparse_layer(
     return _layer("sparse_conv", weight.contiguous(), bias, scale, integers, settings)
 
 
-def quantized_layer(module: nn.Module, path: str) -> Layer | Float8Layer | str:
-    """The integer or FP8 layer of a quantized module, or the reason why it stays float."""
+def quantized_layer(module: nn.Module, path: str, node: fx.Node) -> Layer | Float8Layer | str:
+    """The integer or FP8 layer of a call of a quantized module, or why it stays float."""
     quantizer: Any = module._modules["_input_quantizer"]
     if not is_active(quantizer):
         return "its input quantizer is off"
@@ -330,4 +344,4 @@ def quantized_layer(module: nn.Module, path: str) -> Layer | Float8Layer | str:
     if isinstance(module, QuantSparseConvolution):
         own = own_code(module, QuantSparseConvolution)
         return own or sparse_layer(module, integers, path)
-    return dense_layer(module, integers, path)
+    return dense_layer(module, integers, path, node)

@@ -134,7 +134,7 @@ class _Reader(GraphValues):
         """The integer layer that a product is, or why it stays float."""
         module = self.graph.module(node)
         if "_input_quantizer" in module._modules and "_weight_quantizer" in module._modules:
-            return quantized_layer(module, self.graph.path(node))
+            return quantized_layer(module, self.graph.path(node), node)
         return ""
 
     def _reading(self, layer: Any, x: Any) -> Any:
