@@ -70,9 +70,9 @@ def read_model(
     given, called = dict(inputs_of(program, args)), dict(integer.names)
     read = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if read and not any(value.numel() for value in read.values()):
-        name, value = next(iter(read.items()))
+        name, first = next(iter(read.items()))
         raise QdqError(
-            f"input {called[name]} of shape {tuple(value.shape)} has no values, with which the "
+            f"input {called[name]} of shape {tuple(first.shape)} has no values, with which the "
             "file is compared, and no other input has any; give a frame as in use"
         )
     grids: dict[str, tuple[Shape, int]] = {}
