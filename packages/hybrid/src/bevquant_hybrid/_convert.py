@@ -92,7 +92,7 @@ def _converted(module: nn.Module, path: str, rounding: str, kept: bool) -> nn.Mo
         if "qconfig" in module.__dict__:
             made.qconfig = module.__dict__["qconfig"]
         return made
-    done: dict[int, nn.Module] = {}
+    done: dict[int, nn.Module] = {}  # a module under two names stays one module
     for name, child in list(module._modules.items()):
         if child is not None:
             if id(child) not in done:

@@ -45,6 +45,7 @@ def wrap(skip_compile: bool = False) -> Callable[[Wrapped], Wrapped]:
 
     def decorate(target: Wrapped) -> Wrapped:
         if isinstance(target, str):
+            # `torch.fx.wrap` would take this module for the one that calls the function.
             frame = inspect.currentframe()
             assert frame is not None
             assert frame.f_back is not None

@@ -114,6 +114,7 @@ class RangeObserver(ObserverBase):
     def _synchronized(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         dist = torch.distributed
         if self.is_sync_quantize and dist.is_available() and dist.is_initialized():
+            # Collective operations take contiguous tensors alone.
             low, high = low.contiguous(), high.contiguous()
             dist.all_reduce(low, dist.ReduceOp.MIN)
             dist.all_reduce(high, dist.ReduceOp.MAX)

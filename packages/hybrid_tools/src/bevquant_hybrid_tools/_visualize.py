@@ -38,6 +38,7 @@ def show_picture(path: Path) -> None:
         return
     command = _viewer()
     if command:
+        # A viewer may run until its window is closed.
         threading.Thread(None, _open, "viewer", ([*command, str(path)],), daemon=True).start()
     print(f"the picture is {path}")
 

@@ -130,7 +130,7 @@ def _named(node: PlanNode, label: NodeLabel, march: str, on_cpu: Mapping[str, st
     if node.place == "BPU":
         reason = f"{node.operator}: {place_operator(node.operator, march).because}"
     else:
-        around = f"{label.short}."
+        around = f"{label.short}."  # whole names: neck.1 is not around neck.10
         chosen = (why for path, why in on_cpu.items() if around.startswith(f"{path}."))
         reason = next(chosen, node.reason)
     return replace(named, operator=label.operator, reason=reason)

@@ -27,6 +27,7 @@ class GraphModuleWithAttr(GraphModule):
         name = class_name or root.__dict__.get("_source_name") or type(root).__name__
         source_class = root.__dict__.get("_source_class") or type(root)
         super().__init__(root, graph, name)
+        # `GraphModule` has taken over only what the graph reads.
         for store in ("_parameters", "_buffers", "_modules"):
             self.__dict__[store] = dict(root.__dict__[store])
         # What `GraphModule` has made for itself stays.

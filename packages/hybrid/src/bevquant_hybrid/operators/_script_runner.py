@@ -185,6 +185,7 @@ class ScriptRunner:
         overload = getattr(getattr(torch.ops, space), name)
         overload = getattr(overload, schema.overload_name or "default")
         named = {a.name: v for a, v in zip(schema.arguments, given, strict=True)}
+        # A graph has all arguments by place; those that Python takes by name stand last.
         by_name = {a.name: named[a.name] for a in schema.arguments if a.kwarg_only}
         try:
             result = overload(*given[: len(given) - len(by_name)], **by_name)

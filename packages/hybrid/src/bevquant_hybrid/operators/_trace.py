@@ -121,6 +121,7 @@ class _Reader:
     """Records the operators of a traced model, which runs node by node."""
 
     def __init__(self, model: torch.jit.ScriptModule) -> None:
+        # Of integers `_put` knows the dtype; a traced model has no fake quantizers to ask.
         self.calls = Recorder(nn.Module(), lambda path, module: self._dtype)
         self.runner = ScriptRunner(model, self.step, self.enter)
         self._model = model

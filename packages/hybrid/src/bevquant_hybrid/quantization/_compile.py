@@ -300,7 +300,7 @@ def compile_model(
 binary for a BPU, and no chip runs it
         0
     """
-    given = locals()
+    given = locals()  # the arguments: nothing else has a name yet
     options = {name: given[name] for name in (*OPTIONS, "jobs")}
     path = check_path(hbm, "compile_model")
     _written("compile_model", module, example_inputs, path, march, name, options)

@@ -235,17 +235,15 @@ def _place(nodes: Sequence[DrawnNode], layering: Layering) -> _Placed:
 
 
 def _lines_and_widths(nodes: Sequence[DrawnNode]) -> tuple[dict[str, str], dict[str, float]]:
-    """First lines, cut to the available width, and widths.
-
-    Operators share one width, so that regions have straight sides; others are as wide as their
-    text, up to the width of a region.
-    """
+    """First lines, cut to the available width, and widths."""
     lines, widths = {}, {}
     for node in nodes:
         if not node.boundary:
             lines[node.name] = _fit(node.name, _LETTERS)
             letters = max(12 * _columns(lines[node.name]), 10.5 * _columns(_second_line(node)))
             widths[node.name] = max(84.0, letters * _CHARACTER + 34)
+    # Operators share one width, so that regions have straight sides; others are as wide as their
+    # text, up to the width of a region.
     card = max([136.0, *(widths[x.name] for x in nodes if x.place and not x.boundary)])
     letter = 11 * _CHARACTER
     for node in nodes:

@@ -274,6 +274,7 @@ def estimate_layers(
                 f"{call.path} ({call.operator}) reads float32, so it does not run on the BPU; "
                 "estimate a quantized model, or the BPU part of a hybrid one"
             )
+    # The published peak is that of all cores together.
     rate = figures.peak_tops.value * 1e12 * cores / figures.cores.value
     return _timed(calls, count_traffic(calls), rate, figures)
 

@@ -160,7 +160,7 @@ def perf_model(
         >>> result["summary"]["BPU OPs per run (effective)"]
         1769472
     """
-    given = locals()
+    given = locals()  # the arguments: nothing else has a name yet
     asked = {name: given[name] for name in OPTIONS}
     caller = "perf_model"
     require_module(caller, module)

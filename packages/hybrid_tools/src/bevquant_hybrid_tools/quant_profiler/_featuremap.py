@@ -168,6 +168,7 @@ def _match_calls(
             alone.append(one.path)
             continue
         members: list[int] | None = [place]
+        # What was fused elsewhere left an Identity here, which stands for nothing else.
         if layer_class(one.module, nn.Identity) is None:
             members = _Group(one, others, silent).around(place)
         if members is None:

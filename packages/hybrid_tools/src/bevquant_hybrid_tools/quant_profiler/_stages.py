@@ -251,6 +251,7 @@ def script_profile(
     arguments = forward_arguments(model, example_inputs, caller)
     program, recorded = record_results(model, arguments, caller, march)
     results = _named(program, recorded)
+    # Through memory, so that a failure leaves no part of a file.
     buffer = io.BytesIO()
     torch.save(results, buffer)
     folder = Path() if out_dir is None else Path(out_dir)

@@ -147,6 +147,7 @@ def curves_picture(names: Sequence[str], curves: Mapping[str, Sequence[float | N
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from below the smallest value to above the largest."""
+    # Equal values have no range to divide.
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         half = max(0.5, 1e-3 * abs(high))
         low, high = low - half, high + half

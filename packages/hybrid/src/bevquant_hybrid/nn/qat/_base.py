@@ -24,6 +24,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def take_over(cls: type[ModuleT], source: nn.Module) -> ModuleT:
     """Make a module of `cls` with the parameters, buffers, settings and hooks of `source`."""
     made = cls.__new__(cls)
+    # Dictionaries are copied: a module that is added to one of the two is not in the other.
     made.__dict__ = {
         name: copy.copy(value) if isinstance(value, dict) else value
         for name, value in source.__dict__.items()
@@ -213,7 +214,7 @@ class OutputQuantized(OfFloat):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute on float values and quantize the result."""
         compute: Any = super().forward
-        if kwargs:
+        if kwargs:  # `reads` counts places
             args = inspect.signature(compute).bind(*args, **kwargs).args
         values = list(args)
         for what, place in zip(("input", "second input"), self.reads, strict=False):
