@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,7 +77,9 @@ def test_errors_reach_what_rounding_does_and_little_further(
     errors = FloatErrors(integers.program, {wanted}, half=half)
     seen: dict[str, Tensor] = {}
     integers.run(x, observe=lambda step, _, made: seen.update(zip(step.outputs, made, strict=True)))
-    errors.run(integers, x)
+    with mock.patch.object(integers, "run", side_effect=integers.run) as run:
+        errors.run(integers, x)
+    assert run.call_count == 1  # of the model, beside all perturbed values
     assert (errors.values[wanted] == seen[wanted].numpy()).all()
     exact = steps(seen[read].double())
     made = steps(seen[read].half() if half else seen[read])
