@@ -488,9 +488,25 @@ def test_waymo_of_det3d_in_one_stage_and_two(form: str, prefix: str) -> None:
 def test_prefixes_of_wrapping_modules_are_taken_off(tmp_path) -> None:
     model = build_centerpoint(CONFIGS_OF["pillars"])
     own = random_state(model)
-    for prefix in ("model.", "detector."):
+    for prefix in ("model.", "detector.", "ema_model.module."):
         torch.save({"state_dict": {f"{prefix}{n}": t for n, t in own.items()}}, tmp_path / "l.ckpt")
         assert set(load_weights(model, tmp_path / "l.ckpt").loaded) == set(own)
+
+
+def test_a_file_of_two_models_and_values_that_are_not_finite_have_their_remedy() -> None:
+    model = build_centerpoint(CONFIGS_OF["pillars"])
+    own = random_state(model)
+    both = {f"{who}.{n}": t for who in ("student", "teacher") for n, t in own.items()}
+    with pytest.raises(InputError, match="under student and teacher: save those of one of them"):
+        load_state_dict(model, both)
+    name = next(iter(own))
+    spoiled = own | {name: torch.full_like(own[name], torch.nan)}
+    with pytest.raises(
+        InputError, match=r"1 problem:\n  not finite: (?s:.*) trained without them$"
+    ):
+        load_state_dict(model, spoiled)
+    with pytest.raises(InputError, match="missing"):
+        load_state_dict(model, {})
 
 
 def test_what_does_not_fit_is_named_with_the_nearest() -> None:

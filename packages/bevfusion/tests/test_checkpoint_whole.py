@@ -111,7 +111,7 @@ def test_the_windows_index_may_be_absent_but_not_another() -> None:
     with pytest.raises(InputError) as caught:
         load_state_dict(model, other)
     assert f"another geometry: {names[3]}" in str(caught.value)
-    assert "1 problems" in str(caught.value)
+    assert "1 problem:" in str(caught.value)
     without = {name: t for name, t in state.items() if name not in names}
     report = load_state_dict(model, without)
     assert len(report.loaded) == len(model.state_dict()) - 12

@@ -327,6 +327,21 @@ def test_every_cut_is_one_error(tmp_path, zipped):
             read_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty: download"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "run git lfs pull"),
+        (b"<!DOCTYPE html><html>", "it is a web page, not the file: download it again"),
+    ],
+)
+def test_what_downloads_leave_in_place_of_a_file_is_named(tmp_path, content, message):
+    path = tmp_path / "w.pth"
+    path.write_bytes(content)
+    with pytest.raises(DocumentError, match=message):
+        read_checkpoint(path)
+
+
 def repacked(path, change, compression=zipfile.ZIP_STORED) -> None:
     with zipfile.ZipFile(path) as old:
         members = {n: old.read(n) for n in old.namelist()}

@@ -144,11 +144,13 @@ def refusal(
     return InputError(
         f"the state dict does not fit the model ({parts}); "
         + (f"{advice}; " if advice else "")
-        + f"{len(problems)} problems:\n  "
+        + f"{len(problems)} problem{'s' * (len(problems) > 1)}:\n  "
         + "\n  ".join(shown + more)
         + (
             ""
             if advice
+            else "\ngive a checkpoint that trained without them"
+            if all(problem.startswith("not finite") for problem in problems)
             else "\nuse the checkpoint's own --config, or a checkpoint trained with these sizes"
         )
     )
@@ -172,6 +174,15 @@ def kind_of(
     held = [part for part, begins in paths.items() if any(n.startswith(begins) for n in state)]
     if not held:
         example = next(iter(state), "nothing")
+        rests: dict[str, set[str]] = {}
+        for name in state:
+            first, _, rest = name.partition(".")
+            rests.setdefault(first, set()).add(rest)
+        if len(rests) > 1 and len(set(map(frozenset, rests.values()))) == 1:
+            return (
+                f"it holds one model's entries under {' and '.join(rests)}: save those of one of "
+                "them, their names without this prefix"
+            )
         return (
             "it is probably no checkpoint of such a model: none of its entries has a name of "
             f"{', '.join(NAMINGS)}; the first is {example!r}"

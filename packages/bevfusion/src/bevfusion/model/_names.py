@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -313,16 +313,29 @@ def _filled(replacement: str, match: re.Match[str]) -> str:
     return match.expand(re.sub(r"\{(\d)([+-]\d)\}", number, replacement))
 
 
+def _prefixes(state: Mapping[str, Tensor]) -> Iterator[str]:
+    """What more than half of the names begin with, "" first, then one component more each."""
+    prefix = ""
+    yield prefix
+    while True:
+        rests = (name.removeprefix(prefix).split(".") for name in state if name.startswith(prefix))
+        nexts = Counter(rest[0] + "." for rest in rests if len(rest) > 1)
+        [(first, count)] = nexts.most_common(1) or [("", 0)]
+        if 2 * count <= len(state):
+            return
+        prefix += first
+        yield prefix
+
+
 def best_naming(
     state: Mapping[str, Tensor], wanted: Iterable[str], *, old: bool = False
 ) -> Renamed:
     """The naming and the prefix that find most of a model's entries."""
     goal = {name for name in wanted if not name.endswith("num_batches_tracked")}
-    firsts = Counter(name.split(".")[0] + "." for name in state)
-    # What more than half of the names begin with may be a prefix.
-    prefixes = ["", *(first for first, count in firsts.items() if 2 * count > len(state))]
     best: tuple[int, Renamed] | None = None
-    for prefix in prefixes:
+    for depth, prefix in enumerate(_prefixes(state)):
+        if depth > 1 and best is not None and best[0]:
+            break  # deeper ones, as "ema_model.module.", are rare
         for names in NAMINGS:
             if names == "mmdet3d-0":
                 continue  # the names of `own`: the file's version decides

@@ -128,8 +128,10 @@ def read_checkpoint(
     except DocumentError as error:
         raise DocumentError(f"{begin}: {error}") from None
     except Exception as error:  # whatever zip, pickle and numpy raise, it is no such file
+        other = _instead(place)
         raise DocumentError(
-            f"{begin}: it is damaged, cut short or something else ({type(error).__name__})"
+            f"{begin}: it is {other or 'damaged, cut short or something else'}"
+            + ("" if other else f" ({type(error).__name__})")
         ) from error
     if entry:
         root = entry.split(".")[0]
@@ -139,6 +141,19 @@ def read_checkpoint(
         _unwrapped(tensors), entry, averaged, tuple(entries), dict(sorted(others.items())),
         _facts(content),
     )  # fmt: skip
+
+
+def _instead(place: str) -> str:
+    """What downloads leave in place of a file, and what to do; "" of anything else."""
+    with open(place, "rb") as file:
+        begin = file.read(64).lstrip().lower()
+    if not begin:
+        return "empty: download or copy it again"
+    if begin.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the file: run git lfs pull in its repository"
+    if begin.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "a web page, not the file: download it again, perhaps signed in"
+    return ""
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
