@@ -427,6 +427,20 @@ def test_settings_of_each_call() -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_other_padding_modes_are_a_pad_and_an_integer_layer(mode: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, (3, 4), padding="same", padding_mode=mode),
+    )
+    quantized = calibrated(net.eval())
+    model = simulate(quantized, images(0))
+    assert [step.op for step in model.program.steps].count("conv") == 2
+    torch.testing.assert_close(model(images(1)), quantized(images(1)), rtol=0, atol=0.05)
+
+
 def test_an_empty_stride_is_the_kernels() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:

@@ -150,8 +150,6 @@ def dense_layer(
         own = own_code(module, next((c for c in _OPS if isinstance(module, c)), None))
         return own or f"{type(module).__name__} has no integer kernel"
     op = _OPS[cls]
-    if getattr(module, "padding_mode", "zeros") != "zeros":
-        return f"padding_mode={module.padding_mode!r} has no integer kernel"
     weight = module.weight_to_quantize().detach().reshape(module.weight.shape)
     if isinstance(integers, Float8Input) and integers.form.block:
         problem = _weight_problem(module._weight_quantizer, integers)

@@ -17,7 +17,7 @@ from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
 from bevquant_int8sim.model._grid_operations import grid_call, require, sample_call
 from bevquant_int8sim.model._operation import Operation, Operations
-from bevquant_int8sim.model._quantized_layer import quantized_layer
+from bevquant_int8sim.model._quantized_layer import Layer, quantized_layer
 from bevquant_int8sim.model._quantizers import (
     SimulateError,
     float8_of,
@@ -116,6 +116,11 @@ class _Reader(GraphValues):
         layer = self._reading(layer, x)
         if isinstance(layer, Float8Layer):
             return self._float(node, (x,), {}, "", module=layer, what=layer.op)
+        pad = self._made.get(x.name) if self._is_tensor(x) else None
+        if isinstance(layer, Layer) and pad is not None and pad.what == "pad":
+            # By padding_mode="circular": values of the input's quantizer, moved in float.
+            if self._is_input_of(pad.args[0], layer.input):
+                x = self._tensor(node.args[0], "quantizer", args=(x,), natural=layer.input)  # type: ignore[arg-type]
         if not isinstance(layer, str) and self._is_input_of(x, layer.input):
             return self._tensor(
                 node, "layer", args=(x,), what=type(self.graph.module(node)).__name__,
