@@ -257,12 +257,24 @@ def _padded(
     # torch's pairs begin with the last axis.
     for i in range(len(pad) // 2):
         low[rank - 1 - i], high[rank - 1 - i] = int(pad[2 * i]), int(pad[2 * i + 1])
+    if mode == "circular" and min(*low, *high) >= 0:
+        return _wrapped(at, at.name(x), low, high)
     if mode not in _PADDINGS:
         return None
     value = float(value or 0.0)
     filler = [at.graph.constant(f"float_{value:g}", value)] if value else []
     sizes = [*low, *high]
     return at.node("Pad", x, sizes, *filler, mode=_PADDINGS[mode])
+
+
+def _wrapped(at: At, name: str, low: list[int], high: list[int]) -> str:
+    """Each axis between its own last and first values: OpenVINO has no Pad of mode "wrap"."""
+    for axis, (before, after) in enumerate(zip(low, high, strict=True)):
+        last = [at.sliced(name, {axis: (-before, _LAST, 1)})] if before else []
+        first = [at.sliced(name, {axis: (0, after, 1)})] if after else []
+        if last or first:
+            name = at.node("Concat", *last, name, *first, axis=axis)
+    return name
 
 
 def _shuffled(at: At, x: Ref, count: Any) -> str:
