@@ -112,6 +112,14 @@ def nothing() -> None:
     """A function that forgets to return."""
 
 
+def without_values() -> Any:
+    return Detector().eval().to("meta"), arguments
+
+
+def compiled() -> Any:
+    return torch.compile(Detector().eval(), backend="eager"), arguments
+
+
 def failing_forward() -> Any:
     class Failing(Detector):
         def forward(self, features: Tensor, coords: Tensor) -> Tensor:

@@ -290,6 +290,8 @@ def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
         ("own_detector:make@forward,left", "expected the directions of x, y and z"),
         ("own_detector:wrong", "it returned str"),
         ("own_detector:nothing", "it returned NoneType"),
+        ("own_detector:without_values", r"own_detector:without_values: parameter .* meta device"),
+        ("own_detector:compiled", r"own_detector:compiled: .* is compiled; give the module itself"),
         ("own_detector:failing_forward", r"forward of the model raised RuntimeError: .*own_det"),
         ("own_detector:failing_arguments", r"arguments of the model raised KeyError: .*own_det"),
         ("own_detector:list_of_arguments", "returned Tensor for street_0: return a tuple"),

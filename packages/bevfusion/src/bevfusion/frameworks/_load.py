@@ -26,6 +26,7 @@ from bevfusion.frameworks._detector import (
 )
 from bevfusion.frameworks._mmdet3d import load_mmdet3d
 from bevfusion.frameworks._openpcdet import load_openpcdet
+from bevquant_graph import refuse_unusable
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,6 +76,10 @@ def load_function(name: str) -> ForeignDetector:
             f"--model {name}: it returned {type(made).__name__}; return a torch.nn.Module, "
             "(module, arguments), (module, arguments, boxes) or a ForeignDetector"
         )
+    try:  # before minutes of compilation, or values of memory that nobody wrote
+        refuse_unusable(detector.network, f"--model {name}", finite=False)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     detector.network.eval()
     return detector
 
