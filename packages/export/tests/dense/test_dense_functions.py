@@ -430,6 +430,22 @@ def test_a_form_of_torchs_exporter_is_made_once(
     assert list(_torch_form._known) == ["another"]
 
 
+def test_a_form_of_torchs_exporter_serves_any_size_of_a_free_axis(
+    calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(x: Tensor) -> Tensor:
+        values = x.flatten()
+        few, many = values[values > values.mean()], values[values > values.min()]
+        return x + few.cumsum(0).sum() - many.cumsum(0).sum()
+
+    monkeypatch.setattr(_torch_form, "_known", {})
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(Behind(chosen), x)
+    export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    forms = [key for key in map(str, _torch_form._known) if "cumsum" in key]
+    assert len(forms) == 1
+
+
 class Shifted(nn.Module):
     """Attention over shifted windows, with a mask that the forward fills for the map's size."""
 

@@ -118,8 +118,20 @@ class _Call(nn.Module):
         if self._values or not kept:
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
-        sizes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else "number" for x in examples]
-        return repr((self._function, given, sizes, free))
+        known: dict[int, str] = {}
+
+        def kind(x: Any, axes: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return "number"
+            # The form holds for any size of a free axis. torch treats 0 and 1 apart, and may
+            # relate equal ones.
+            sizes = [
+                known.setdefault(size, f"size {len(known)}") if axis in axes and size > 1 else size
+                for axis, size in enumerate(x.shape)
+            ]
+            return sizes, x.dtype
+
+        return repr((self._function, given, [*map(kind, examples, free)], free))
 
     def forward(self, *given: Any) -> Any:
         held = dict(zip(self.names, given, strict=True))
