@@ -88,6 +88,27 @@ def test_errors_reach_what_rounding_does_and_little_further(
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
+@pytest.mark.parametrize("name", ["norm", "gelu"])
+def test_more_runs_miss_no_error_by_chance(calibrated: Fixture, name: str) -> None:
+    torch.manual_seed(0)
+    function, steps = FUNCTIONS[name]
+    x = torch.randn(4, 6000, 6)
+    integers = simulate(calibrated(Between(function, 8), x), x)
+    first, last = (step for step in integers.steps if step.op == "linear")
+    (rounds,) = (step for step in integers.steps if last.args[0].name in step.outputs)
+    wanted, read = rounds.args[0].name, first.outputs[0]
+    seen: dict[str, Tensor] = {}
+    integers.run(x, observe=lambda step, _, made: seen.update(zip(step.outputs, made, strict=True)))
+    off = (steps(seen[read].half()).double() - steps(seen[read].double())).abs().numpy()
+    errors = FloatErrors(integers.program, {wanted}, half=True)
+    errors.run(integers, x)
+    few = np.mean(off > errors.errors[wanted])
+    for _ in range(4):
+        errors.run(integers, x)
+    more = np.mean(off > errors.errors[wanted])
+    assert few > 5 * more
+
+
 def test_errors_of_a_norm_reach_those_of_sums_made_one_by_one(calibrated: Fixture) -> None:
     x = torch.randn(4, 4096, 6)
     model = calibrated(Between(lambda y: F.group_norm(y, 1), 8), x)
@@ -102,6 +123,32 @@ def test_errors_of_a_norm_reach_those_of_sums_made_one_by_one(calibrated: Fixtur
     off = np.abs((apart / np.sqrt(variance + np.float32(1e-5))).reshape(wanted.shape) - wanted)
     error = errors.errors[step.outputs[0]]
     assert np.mean(off <= error) > 0.995
+    assert off.mean() < error.mean() < 60 * off.mean()
+
+
+SUMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Any], Any]]] = {
+    "mean": (lambda y: y.mean(1, keepdim=True), lambda y: y / np.float32(4096)),
+    "sum": (lambda y: y.sum(1, keepdim=True), lambda y: y),
+    "matmul": (lambda y: torch.ones(1, 4096) @ y, lambda y: y),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_errors_of_a_sum_reach_those_of_terms_added_one_by_one(
+    calibrated: Fixture, name: str
+) -> None:
+    function, terms = SUMS[name]
+    x = torch.randn(16, 4096, 6)
+    integers = simulate(calibrated(Between(lambda y: function(y.sigmoid()), 8), x), x)
+    (step,) = (step for step in integers.steps if name in str(step.target))
+    errors = FloatErrors(integers.program, {*step.inputs, *step.outputs}, half=False)
+    errors.run(integers, x)
+    given = next(v for v in (errors.values[n] for n in step.inputs) if v.shape == (16, 4096, 8))
+    off = np.abs(
+        np.cumsum(terms(given), 1)[:, -1:] - terms(given.astype(np.float64)).sum(1)[:, None]
+    )
+    error = errors.errors[step.outputs[0]].reshape(off.shape)
+    assert np.mean(off <= error) > 0.95
     assert off.mean() < error.mean() < 60 * off.mean()
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 AT_ONCE = 2
 """Pieces that run at once, each on its share of the threads: what lies between their nodes is held
 twice, so more would cost more memory than time. The model goes no further ahead of its file."""
+_FEW = 0.01  # of a tensor's values
 
 
 @dataclass(eq=False)
@@ -153,6 +154,11 @@ class CutFile:
             if (row := self._rows[tensor]) and error is not None:
                 within = rounds_within(step, x, error, got).reshape(-1)[places]
                 self._rows[tensor] = replace(row, ties=int(np.count_nonzero(within)))
+
+    def leaves_few(self) -> bool:
+        """Whether values are unexplained, few of each tensor: not those of a wrong operation."""
+        left = [row for row in self.rows() if row.tensor in self._doubts and row.unexplained]
+        return bool(left) and all(row.unexplained <= _FEW * row.elements for row in left)
 
     def _start(self, piece: _Piece) -> None:
         self._pieces.remove(piece)

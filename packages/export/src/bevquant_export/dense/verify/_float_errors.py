@@ -39,11 +39,19 @@ from bevquant_int8sim.program import (
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
 _DEVIATIONS = 4.0
+_EFFECTS = 1.5  # times the largest: a swap of two near-equal scores is rare, and not normal
 # Of norms: how many values one variance is summed from.
 _TERMS: dict[str, Callable[..., int]] = {
     "group_norm": lambda x, groups, *_: x[0].numel() // groups,
     "instance_norm": lambda x, *_: x[0, 0].numel(),
     "layer_norm": lambda x, shape, *_: math.prod(shape),
+}
+# How many terms a sum has, of its result and its operands. On magnitudes each gives theirs.
+_SUMS: dict[str, Callable[..., float]] = {
+    **dict.fromkeys(("sum", "mean"), lambda result, x, *_: x.numel() / max(result.numel(), 1)),
+    **dict.fromkeys(("matmul", "bmm", "mm", "linear"), lambda _, x, *__: x.shape[-1]),
+    # Of squares, and so positive.
+    **dict.fromkeys(("var", "std"), lambda result, x, *_: x.numel() / max(result.numel(), 1)),
 }
 
 
@@ -57,10 +65,11 @@ class FloatErrors:
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
     with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and downstream values alike, six times
-    beside one run of the program. The error is four times the root mean square of the effect.
-    Integers are not perturbed: each piece of a file reads the model's. Float results of layers are
-    perturbed by the spread of their sums (`_deviations`), which rounding of the result does not
-    show where terms cancel. The random numbers are the same for each file.
+    beside one run of the program. The error is four times the root mean square of the effect, and
+    1.5 times the largest effect at least. Integers are not perturbed: each piece of a file reads
+    the model's. Float results of layers are perturbed by the spread of their sums (`_deviations`),
+    which rounding of the result does not show where terms cancel, and float sums and products by
+    theirs, as runtimes add in orders of their own. The random numbers are the same for each file.
 
     `wanted` are values whose errors are requested; those of integers are zero. `values` and float64
     `errors` are of the same shapes, for values that exist in every run.
@@ -83,6 +92,7 @@ class FloatErrors:
         self._runs, self._random = 0, np.random.default_rng(0)
         self._moved: dict[str, list[Any]] = {}  # the perturbed values
         self._squares: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}
         self._lost: set[str] = set()
         self.values: dict[str, Array] = {}
         self.errors: dict[str, Array] = {}
@@ -95,7 +105,8 @@ class FloatErrors:
         self._runs += _RUNS
         for name in self._squares.keys() - self._lost:
             deviation = (self._squares[name] / self._runs).sqrt()
-            self.errors[name] = (_DEVIATIONS * deviation).cpu().numpy()
+            error = torch.maximum(_DEVIATIONS * deviation, _EFFECTS * self._largest[name])
+            self.errors[name] = error.cpu().numpy()
 
     def _see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         if step.outputs[0] in self._calls:
@@ -121,8 +132,10 @@ class FloatErrors:
         if name in self._wanted and any(other):  # rounding chose other rows
             self._lost.add(name)
         elif name in self._wanted and isinstance(value, Tensor):
-            squares = sum((one.double() - value).square() for one in moved)
-            self._squares[name] = squares + self._squares.get(name, 0)
+            for one in moved:
+                effect = (one.double() - value).abs()
+                self._squares[name] = effect.square() + self._squares.get(name, 0)
+                self._largest[name] = torch.maximum(effect, self._largest.get(name, effect))
             self.values[name] = value.cpu().numpy()
 
     def _called(self, step: Step, number: int) -> tuple[Any, ...]:
@@ -150,6 +163,8 @@ class FloatErrors:
         if isinstance(call, Float8Layer):
             return self._summed_float8(call, args)
         result = rounded(call(*args, **kwargs))
+        if called in _SUMS and isinstance(result, Tensor) and result.is_floating_point():
+            result = self._reordered(result, called, call, args, kwargs)
         # The n terms of a norm's variance may be summed one by one.
         if terms := _TERMS.get(called):
             result = self._rounded(result, math.sqrt(terms(*args)) * UNIT)
@@ -159,6 +174,15 @@ class FloatErrors:
             below = args[0].clamp(max=0)
             result = result + self._rounded(below, 2 * self._unit) - below
         return (result,) if len(step.outputs) == 1 else tuple(result)
+
+    def _reordered(self, result: Tensor, called: str, call: Any, args: Any, kwargs: Any) -> Tensor:
+        """A sum of n floats in another order: off by √n·2⁻²⁴ of the sum of their magnitudes."""
+        spread = math.sqrt(3 * _SUMS[called](result, *args)) * UNIT
+        if called in ("var", "std"):
+            sizes = result
+        else:
+            sizes = call(*(v.abs() if isinstance(v, Tensor) else v for v in args), **kwargs)
+        return result + sizes * self._noise(result).mul_(spread)
 
     def _summed(
         self, step: Dense | Matmul, given: tuple[Any, ...], made: tuple[Any, ...]
