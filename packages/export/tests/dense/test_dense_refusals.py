@@ -110,8 +110,12 @@ def test_training_mode_is_refused(model: nn.Module, x: Tensor, tmp_path: Path) -
         export_qdq_onnx(model.train(), x, tmp_path / "net.onnx")
 
 
-def test_other_than_eight_bits_are_refused(calibrated: Fixture, x: Tensor, tmp_path: Path) -> None:
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)), x, num_bits=4)
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_other_than_eight_bits_are_refused(
+    calibrated: Fixture, x: Tensor, tmp_path: Path, unsigned: bool
+) -> None:
+    layers = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    model = calibrated(layers, x, num_bits=4, unsigned=unsigned)
     with pytest.raises(ValueError, match=r"4 bits; expected 8.*num_bits=8"):
         export_qdq_onnx(model, x, tmp_path / "net.onnx")
 

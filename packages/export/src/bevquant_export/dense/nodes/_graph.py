@@ -293,17 +293,18 @@ class Graph:
                 "ones alone; quantize with QuantConfig(unsigned=False) and calibrate, or write the "
                 "file for onnxruntime or openvino"
             )
+        bits = (form.high - form.low).bit_length()
+        if bits not in ((8, 16) if self.profile.int16 else (8,)):
+            more = " or 16" if self.profile.int16 else " (16 with profile='onnxruntime')"
+            raise QdqError(
+                f"{where}: its activations have {bits} bits; expected 8{more}. "
+                "Give its quantizer num_bits=8, or disable() it to leave the layer float"
+            )
         if not form.full and not form.unsigned:
             raise QdqError(
                 f"{where}: its integers are {form.low}…{form.high} around a zero "
                 "point (AffineQuantizer); expected −128…127 without one. Quantize the float model "
                 "with quantize_model and calibrate"
-            )
-        if not form.unsigned and form.bits not in ((8, 16) if self.profile.int16 else (8,)):
-            more = " or 16" if self.profile.int16 else " (16 with profile='onnxruntime')"
-            raise QdqError(
-                f"{where}: its activations have {form.bits} bits; expected 8{more}. "
-                "Give its quantizer num_bits=8, or disable() it to leave the layer float"
             )
         if not form.scale > float(np.finfo(np.float32).tiny) or not np.isfinite(
             np.float32(form.scale)
