@@ -221,9 +221,9 @@ def test_bits_change_what_is_measured_and_nothing_stays_changed():
     model, images = small()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     text = repr(model)
-    table = sensitivity(model, images, precisions=("int4", "int8", "int16"))
+    table = sensitivity(model, images, precisions=("w4a4", "int4", "int8", "int16"))
     for row in table:
-        assert row.alone["int4"] < row.alone["int8"] < row.alone["int16"]
+        assert row.alone["w4a4"] < row.alone["int4"] < row.alone["int8"] < row.alone["int16"]
     worst = min(table, key=lambda row: row.alone["int4"])
     assert table.worst_first("int4")[0] is worst
     assert repr(model) == text

@@ -17,6 +17,7 @@ from bevquant_qnn._sensitivity_table import SensitivityTable
 
 BIT_OPERATIONS: Mapping[Precision, float] = MappingProxyType(
     {
+        "w4a4": 0.25,
         "mxfp4": 0.5,
         "nvfp4": 0.5,
         "int4": 0.5,

@@ -15,7 +15,7 @@ from bevquant_qnn._precision_groups import PrecisionGroup
 from bevquant_quantizers import NumBits, TensorQuantizer, format_of
 from bevquant_quantizers.calib import HistogramCalibrator
 
-Precision = Literal["int4", "int8", "int16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float"]
+Precision = Literal["w4a4", "int4", "int8", "int16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
@@ -23,7 +23,7 @@ BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
 
 # (bits of activations, bits of weights). Integer kernels of 16 bits take weights of 8; FP8 is E4M3.
 _BITS: Mapping[str, tuple[NumBits, NumBits]] = MappingProxyType(
-    {"int8": (8, 8), "int4": (8, 4), "int16": (16, 8), "fp8": ((4, 3), (4, 3)),
+    {"int8": (8, 8), "int4": (8, 4), "w4a4": (4, 4), "int16": (16, 8), "fp8": ((4, 3), (4, 3)),
      **{name: (name, name) for name in BLOCKS}}
 )  # fmt: skip
 
@@ -32,6 +32,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "float": "the plan leaves it in float",
         "int16": "the plan gives it activations of 16 bits, weights of 8",
         "int4": "the plan gives it weights of 4 bits, activations of 8",
+        "w4a4": "the plan gives it weights and activations of 4 bits",
         "fp8": "the plan gives it activations and weights of FP8 (E4M3)",
         **{name: f"the plan gives it activations and weights of {name.upper()}" for name in BLOCKS},
     }

@@ -180,12 +180,13 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     """Set every quantizer of the model as `plan` says, in place; all of them or, on error, none.
 
     ``"float"`` disables a group's quantizers. ``"int8"``, ``"int16"`` (activations of 16 bits,
-    weights of 8), ``"int4"`` (activations of 8, weights of 4) and ``"fp8"`` (E4M3) enable them with
-    that format; ``"mxfp8"``, ``"mxfp4"`` and ``"nvfp4"`` those of linear layers and convolutions of
-    1×1, whose input channels form the blocks. Where it changes, a range is searched again in the
-    calibrator's values (mse up to 8 bits, the largest value above and for blocks), so the model is
-    the measured one. A model without calibration is calibrated by the plan later. `calibrate`,
-    `freeze`, the integer simulation and the exporters follow the quantizers' states.
+    weights of 8), ``"int4"`` (activations of 8, weights of 4), ``"w4a4"`` (both of 4) and ``"fp8"``
+    (E4M3) enable them with that format; ``"mxfp8"``, ``"mxfp4"`` and ``"nvfp4"`` those of linear
+    layers and convolutions of 1×1, whose input channels form the blocks. Where it changes, a range
+    is searched again in the calibrator's values (mse up to 8 bits, the largest value above and for
+    blocks), so the model is the measured one. A model without calibration is calibrated by the plan
+    later. `calibrate`, `freeze`, the integer simulation and the exporters follow the quantizers'
+    states.
 
     Args:
         model: From `quantize_model`.

@@ -66,9 +66,9 @@ def sensitivity(
         outputs: Paths of modules whose outputs count, such as the BEV encoder; a run ends there,
             and a metric function gets their tuple. Default: the model's own output.
         precisions: Precisions of each group alone: ``"int8"``, ``"int4"`` (weights of 4 bits,
-            activations of 8), ``"int16"`` (activations of 16 bits, weights of 8), ``"fp8"`` (E4M3).
-            Ranges for other bits than the quantizer's are searched in its calibrator's values. None
-            measures each group at its own bits.
+            activations of 8), ``"w4a4"``, ``"int16"`` (activations of 16 bits, weights of 8),
+            ``"fp8"`` (E4M3). Ranges for other bits than the quantizer's are searched in its
+            calibrator's values. None measures each group at its own bits.
         without: Measure each group alone left in float too.
         forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over the
             arguments, a dict over the keywords, anything else is the only argument.
