@@ -24,7 +24,7 @@ NOTHING = torch.zeros(0)
         ({"distill": -1.0}, "--distill -1.0: it must be a weight from 0 up"),
         ({"seed": -1}, "--seed -1"),
         ({"freeze_after": -1}, "--freeze-after -1"),
-        ({"freeze_after": 0, "learn_ranges": True}, "leave one of the two out"),
+        ({"freeze_after": 0}, "add --no-learn-ranges"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float], told: str) -> None:

@@ -43,7 +43,8 @@ from bevquant_quantizers import named_quantizers
 
 CPU = torch.device("cpu")
 STILL = Augmentation(flip=False, rotation=0.0, scale=0.0)
-LEARNED = {"learn_ranges": True, "distill": 2.0}
+FOLLOWED = {"learn_ranges": False, "distill": 0.0}
+LEARNED = {"learn_ranges": True, "train_float": True, "distill": 2.0}
 
 
 def small_streets(count: int, labels: bool = True) -> list[Frame]:
@@ -85,14 +86,14 @@ def qat(runs: Path, to: Path, run: str | Path = "ptq", **given: Any) -> QatResul
     options = {name: given.pop(name) for name in names if name in given}
     source = given.pop("source", SOURCE)
     cache = runs / "frames" if source is SOURCE else to / "frames"
-    config = QatConfig(**{"steps": 2, "batch": 1, **given})
+    config = QatConfig(**{"steps": 2, "batch": 1, **FOLLOWED, **given})
     with without_pictures():
         return run_qat(runs / run, source, config, runs=to, workers=0, cache=cache, **options)
 
 
 def trainer(runs: Path, start: LoadedRun, **given: Any) -> QatDetectorTrainer:
     loaded = copy.deepcopy(start)
-    config = QatConfig(**{"steps": 3, "batch": 2, **given})
+    config = QatConfig(**{"steps": 3, "batch": 2, **FOLLOWED, **given})
     frames = prepare_frames(SOURCE, TrainConfig(branch="lidar"), runs / "frames", workers=0)
     teacher = loaded.float_model if config.distill else None
     made = trainer_for(config, loaded.quantized_model, teacher, frames)
@@ -140,7 +141,14 @@ def test_distillation_pulls_the_map_to_the_float_models(runs: Path, start: Loade
         apart = []
         for weight in (0.0, 1000.0):
             learning = trainer(
-                runs, start, steps=4, batch=1, lr=3e-3, distill=weight, augmentation=STILL
+                runs,
+                start,
+                steps=4,
+                batch=1,
+                lr=3e-3,
+                distill=weight,
+                train_float=True,
+                augmentation=STILL,
             )
             for step in range(4):
                 learning.step(step)

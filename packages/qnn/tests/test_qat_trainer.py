@@ -67,6 +67,53 @@ def test_a_loss_that_is_no_number_changes_nothing(calibrated: Models) -> None:
     assert all(map(torch.equal, before, learning.model.parameters()))
 
 
+class Headed(nn.Module):
+    """Quantized layers, an attention among them, and a head with a norm that stay in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.attention = nn.Conv2d(2, 4, 1), nn.MultiheadAttention(4, 2)
+        self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.conv(x).relu().flatten(2).transpose(1, 2)
+        scores: torch.Tensor = self.head(self.attention(rows, rows, rows)[0].flatten(0, 1))
+        return scores
+
+
+@pytest.mark.parametrize("train_float", [False, True])
+def test_layers_left_in_float_are_frozen(train_float: bool) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Headed().eval()
+    config = QuantConfig(exclude=("head",), weight_bits=4)
+    model: Any = quantize_model(net, config, SAMPLES[0]).model
+    calibrate(model, list(SAMPLES))
+    before = copy.deepcopy(model.state_dict())
+
+    def losses(sample: int) -> list[torch.Tensor]:
+        return [(model(SAMPLES[sample % 6]) - 1).square().mean()]
+
+    training = QatTrainer(model, losses, lambda step: 1e-2, train_float=train_float)
+    training.step(0)
+    trained = training.finish()
+    changed = {n for n, t in trained.state_dict().items() if not torch.equal(t, before[n])}
+    quantized = {
+        "conv.weight", "conv.bias", "attention.in_proj_weight", "attention.in_proj_bias",
+        "attention.out_proj.weight", "attention.out_proj.bias",
+    }  # fmt: skip
+    in_float = {n for n in before if n.startswith("head.")}
+    assert changed - {n for n in changed if "quantizer" in n} == (
+        quantized | in_float if train_float else quantized
+    )
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+
+
+def test_without_quantized_layers_there_is_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match=r"no quantized layer .*train_float=True"):
+        QatTrainer(nn.Linear(2, 2), lambda sample: [], lambda step: 1.0)
+
+
 def part(seed: int, scale: float = 1.0) -> FramePart:
     generator = torch.Generator().manual_seed(seed)
     gradient = scale * torch.randn(1000, generator=generator)

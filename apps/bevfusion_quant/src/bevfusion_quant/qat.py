@@ -87,8 +87,8 @@ class QatConfig(QatOptions):
             )
         if self.learn_ranges and self.freeze_after == 0:
             raise InputError(
-                "--learn-ranges --freeze-after 0: ranges that stand still from the first step "
-                "cannot learn; leave one of the two out"
+                "--freeze-after 0: ranges that stand still from the first step cannot learn; "
+                "add --no-learn-ranges, or give a number of steps"
             )
 
     @property
@@ -107,7 +107,7 @@ def trainer_for(
 
 _TRAINED_BY = (
     "steps", "batch", "lr", "weight_decay", "clip", "seed", "augmentation", "learn_ranges",
-    "frozen_after", "distill",
+    "frozen_after", "train_float", "distill",
 )  # fmt: skip
 
 

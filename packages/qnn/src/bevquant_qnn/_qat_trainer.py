@@ -11,11 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevquant_graph import on_batch
-from bevquant_qnn._followed_ranges import RangeFollower, keep_within_ranges, narrow_weights
+from bevquant_qnn._followed_ranges import (
+    RangeFollower,
+    keep_within_ranges,
+    narrow_weights,
+    weighted_layers,
+)
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._snapshots import float_tensors
 from bevquant_qnn._sparsity import keep_sparsity
 from bevquant_qnn._training_ranges import SMALLEST, learn_ranges
+from bevquant_quantizers import named_quantizers
 from bevquant_quantizers.ranks import Ranks, tensors_in_order
 
 _Kind = Literal["kl", "mse"]
@@ -153,7 +159,7 @@ class QatTrainer:
     (`bevquant_quantizers.ranks.launched`) share the samples, and each ends a step with the bits of
     a single process.
 
-    Layers in the form 2:4 (`sparsify`) keep their zeros.
+    Layers in the form 2:4 (`sparsify`) keep their zeros. Layers left in float are frozen.
 
     Ranges follow the values (`RangeFollower`) or are learned (`learn_ranges`). For the last steps
     they are constant, so that the weights settle under the deployed ranges.
@@ -170,6 +176,11 @@ class QatTrainer:
         weight_decay: Of AdamW; biases and ranges have none.
         learn: Whether ranges are learned by gradient instead of following.
         frozen_after: Step from which ranges are constant.
+        train_float: Whether to train parameters outside quantized layers too, and to update
+            running statistics of norms there.
+
+    Raises:
+        ValueError: There is nothing to train.
 
     Attributes:
         model: The model.
@@ -205,19 +216,31 @@ class QatTrainer:
         weight_decay: float = 0.0,
         learn: bool = False,
         frozen_after: int = 0,
+        train_float: bool = False,
     ) -> None:
         self.model, self._losses, self._rate = model, losses, rate
         self._batch, self._clip, self._frozen_after = batch, clip, frozen_after
         narrow_weights(model, True)
         self._learned = learn_ranges(model) if learn else []
         self._follower = RangeFollower(model) if not learn and frozen_after > 0 else None
-        ranges = {id(p) for p in self._learned}
         # Ranges have rates of their own, and are not clipped.
-        learning = (p for p in model.parameters() if p.requires_grad)
-        self._weights = [p for p in learning if id(p) not in ranges]
+        ranges = set(self._learned)
+        own = set(model.parameters() if train_float else _of_quantized_layers(model))
+        learning = [p for p in model.parameters() if p.requires_grad and p not in ranges]
+        self._weights = [p for p in learning if p in own]
+        self._frozen = [p for p in learning if p not in own]
+        if not self._weights:
+            raise ValueError(
+                f"QatTrainer: {type(model).__name__} has no quantized layer with a weight that "
+                "requires a gradient; quantize a layer, or train float layers (train_float=True)"
+            )
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        norms = (m for m in model.modules() if getattr(m, "running_mean", None) is not None)
+        self._norms = [] if train_float else [m for m in norms if own.isdisjoint(m.parameters())]
         self.optimizer = self._make_optimizer(weight_decay)
         keep_sparsity(model, self.optimizer)
-        model.train()
+        self._train()
 
     def own(self) -> dict[str, Tensor]:
         """State to store beside model and optimizer, to continue training."""
@@ -245,7 +268,7 @@ class QatTrainer:
             run(self.model, given)
             maxima.append(self._follower.take())
         self._follower.start(maxima)
-        self.model.train()
+        self._train()
 
     def step(self, number: int) -> list[float]:
         """Take one step.
@@ -284,11 +307,19 @@ class QatTrainer:
         if self._follower is not None:
             self._follower.stop()
         model = self.model.cpu().eval()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
         freeze(model)
         # Beyond the range, a weight would become −q − 1 once weights are no longer narrow.
         keep_within_ranges(model)
         narrow_weights(model, False)
         return model
+
+    def _train(self) -> None:
+        """Set training mode; frozen norms keep their running statistics."""
+        self.model.train()
+        for norm in self._norms:
+            norm.eval()
 
     def _parts(self, number: int) -> Iterator[FramePart]:
         by_gpu = any(p.is_cuda for p in self._weights)
@@ -330,6 +361,17 @@ class QatTrainer:
             pace = RANGE_RATE * float(amax.detach().mean())
             groups.append({"params": [amax], "weight_decay": 0.0, "pace": pace, "range": True})
         return torch.optim.AdamW(groups)
+
+
+def _of_quantized_layers(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters of quantized layers, those that another module holds, and learned clips."""
+    for layer in weighted_layers(model):
+        yield from layer.parameters()
+        # A projection of an attention reads rows of the attention's own parameter.
+        held = (tensor for tensor in (layer.weight, layer.bias) if tensor is not None)
+        yield from (tensor if tensor._base is None else tensor._base for tensor in held)
+    for entry in named_quantizers(model):
+        yield from entry.quantizer.parameters()
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:

@@ -48,8 +48,8 @@ GROUPS = {
     ),
     "training": (
         "steps", "batch", "lr", "weight_decay", "clip", "freeze_after", "learn_ranges", "distill",
-        "flip", "rotation", "scale", "device", "workers", "cache", "checkpoint_every", "resume",
-        "half",
+        "train_float", "flip", "rotation", "scale", "device", "workers", "cache",
+        "checkpoint_every", "resume", "half",
     ),
     "output": (
         "runs", "name", "out", "overwrite", "pdf", "browser", "dry_run", "quiet", "verbose", "json",
@@ -60,6 +60,7 @@ GROUPS = {
 OFF_SWITCHES = {
     "fold": "Keep batch norms apart. The run then has no integer form and no files.",
     "flip": "Do not mirror frames along x and y.",
+    "learn_ranges": "Ranges follow the largest values instead of learning by gradient (LSQ).",
 }
 """Help of switches that turn a default off; the docstring describes the default."""
 

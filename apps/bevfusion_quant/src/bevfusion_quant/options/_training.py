@@ -123,6 +123,7 @@ class QatOptions(OptimizerOptions):
         freeze_after: Steps after which all ranges stay fixed; 0 keeps the calibrated ranges.
             Default: half of the steps.
         learn_ranges: Learn the ranges by gradient (LSQ); otherwise they follow the largest values.
+        train_float: Train layers left in float too, such as a head that is not quantized.
         distill: Factor in the loss of the distance to the float model's decoder map and heat map; 0
             for none.
     """
@@ -131,5 +132,6 @@ class QatOptions(OptimizerOptions):
     batch: int = 2
     lr: float = 3e-4
     freeze_after: int | None = None
-    learn_ranges: bool = False
-    distill: float = 0.0
+    learn_ranges: bool = True
+    train_float: bool = False
+    distill: float = 5.0

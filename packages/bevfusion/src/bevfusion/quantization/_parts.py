@@ -289,6 +289,7 @@ class QatDetectorTrainer(QatTrainer):
         augmentation: Random movements of frames.
         learn_ranges: Learn the ranges by gradient instead of following the largest values.
         frozen_after: Step from which ranges are constant.
+        train_float: Train layers left in float too.
         teacher: Float model for distillation, or None.
         distill: Weight of the distance to it; see `Distiller`.
 
@@ -312,6 +313,7 @@ class QatDetectorTrainer(QatTrainer):
         augmentation: Augmentation,
         learn_ranges: bool = False,
         frozen_after: int = 0,
+        train_float: bool = False,
         teacher: Detector | None = None,
         distill: float = 0.0,
     ) -> None:
@@ -331,6 +333,7 @@ class QatDetectorTrainer(QatTrainer):
             weight_decay=weight_decay,
             learn=learn_ranges,
             frozen_after=frozen_after,
+            train_float=train_float,
         )
 
     def survey(self) -> None:
