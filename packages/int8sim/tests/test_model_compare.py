@@ -50,6 +50,11 @@ def test_layers_agree_within_one_step_on_the_same_inputs(models):
     assert all(row.values == 3 * table.rows[0].values // 3 for row in table.rows[:1])
 
 
+def test_without_values_nothing_was_compared(models):
+    table = compare(*models, [images(0)[:0]])
+    assert "nothing was compared" in str(table)
+
+
 def test_a_batch_norm_that_became_a_convolution_is_compared_with_the_batch_norm():
     torch.manual_seed(3)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)).eval()

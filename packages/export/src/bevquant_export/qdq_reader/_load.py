@@ -75,7 +75,8 @@ def load_qdq_onnx(
     Raises:
         ValueError: There is no such file, it is no ONNX file or has no QuantizeLinear; an operator,
             attribute or pattern is not supported, and the node is named; a size of an input is open
-            beyond the batch and there are no `example_inputs`; or `simulate` refuses the model.
+            beyond the batch and there are no `example_inputs`; the float file lacks a layer or has
+            weights of other shapes; or `simulate` refuses the model.
 
     Example:
         >>> import tempfile, torch
@@ -105,6 +106,8 @@ def load_qdq_onnx(
             "onnxruntime.quantization.quantize_static writes one of a float file"
         )
     module.float_file = float_file
+    if float_file is not None:
+        _float_layers(module, float_file, "load_qdq_onnx")
     with reading(path, "load_qdq_onnx"):
         example = _example(builder, example_inputs, where)
     with torch.no_grad():
@@ -139,9 +142,20 @@ def float_qdq_model(model: IntegerModel) -> nn.Module:
     found: nn.Module = copy.deepcopy(source)
     if source.float_file is None:
         return found
-    _, floats = _built(source.float_file, None)
-    ours, theirs = dict(found.named_modules()), dict(floats.named_modules())
-    for path, layer in ours.items():
+    for layer, other, whole in _float_layers(found, source.float_file, "float_qdq_model"):
+        layer.weight.data = other.weight if whole else torch.zeros_like(other.weight)
+        if layer.bias is not None and other.bias is not None:
+            layer.bias.data = other.bias
+    return found
+
+
+def _float_layers(
+    module: Any, float_file: str | os.PathLike[str], where: str
+) -> list[tuple[Any, Any, bool]]:
+    """Layers of a file with those of its float file, and whether each has the whole weight."""
+    _, floats = _built(float_file, None)
+    theirs, layers = dict(floats.named_modules()), []
+    for path, layer in module.named_modules():
         if getattr(layer, "weight", None) is None:
             continue
         first = path if path in theirs else path.removesuffix("_rest")
@@ -149,15 +163,12 @@ def float_qdq_model(model: IntegerModel) -> nn.Module:
         if other is None or other.weight.shape != layer.weight.shape:
             came = "no such layer" if other is None else f"a weight {list(other.weight.shape)}"
             raise ValueError(
-                f"float_qdq_model: layer {path} has a weight {list(layer.weight.shape)}, "
-                f"{Path(source.float_file).name} has {came}; give the float file that was "
+                f"{where}: layer {path} has a weight {list(layer.weight.shape)}, "
+                f"{Path(float_file).name} has {came}; give the float file that was "
                 "quantized, with its nodes' names"
             )
-        whole = first == path  # the second part of a weight has no part in it
-        layer.weight.data = other.weight if whole else torch.zeros_like(other.weight)
-        if layer.bias is not None and other.bias is not None:
-            layer.bias.data = other.bias
-    return found
+        layers.append((layer, other, first == path))  # the second part of a weight is apart
+    return layers
 
 
 def _built(path: str | os.PathLike[str], known: Any) -> tuple[Builder, Any]:

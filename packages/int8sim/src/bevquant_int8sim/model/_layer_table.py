@@ -141,6 +141,8 @@ class LayerTable(HtmlTable):
 
     def _departure(self) -> str:
         first = self.first_departure
+        if not any(row.values for row in self.rows):
+            return "nothing was compared: no result has values; give a frame as in use"
         if all(row.max_steps is None for row in self.rows):
             return "no result is held in integers: FP8 and float are compared in dB"
         if first is None:
