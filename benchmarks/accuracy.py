@@ -328,6 +328,9 @@ def main() -> None:
     parser.add_argument(
         "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="all by default"
     )
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=[0], help="of the training of trained formats"
+    )
     parser.add_argument("--runs", type=Path, help="folder of the runs, made where missing")
     options = parser.parse_args()
     parts = {"ptq": ptq, "sensitivity": sensitivity_cost, "mixed": mixed, "qat": qat}
@@ -343,6 +346,7 @@ def main() -> None:
                 folder,
                 options.weights,
                 options.formats,
+                options.seeds,
                 options.first,
                 options.streets,
                 options.conditions,
