@@ -15,7 +15,7 @@ from bevquant_qnn._precision_groups import PrecisionGroup
 from bevquant_quantizers import NumBits, TensorQuantizer, format_of
 from bevquant_quantizers.calib import HistogramCalibrator
 
-Precision = Literal["w4a4", "int4", "int8", "int16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float"]
+Precision = Literal["int4", "int8", "int16", "w4a4", "fp8", "mxfp8", "mxfp4", "nvfp4", "float"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BLOCKS = ("mxfp8", "mxfp4", "nvfp4")

@@ -150,7 +150,7 @@ else:
     ExportTarget = Annotated[str, _installed("bevquant.targets")]
     Method = Annotated[str, _known(("mse", "max", "entropy", "percentile"), _methods)]
     Rounding = Annotated[str, _known(("nearest", "gptq"), _roundings)]
-    Precision = Annotated[str, _known(("w4a4", "int4", "int8", "int16", "fp8"), _precisions)]
+    Precision = Annotated[str, _known(("int4", "int8", "int16", "w4a4", "fp8"), _precisions)]
     MarchName = Annotated[str, _known(_marches_with_figures(), _marches)]
     Backend = Annotated[str, _known(("auto", "amx", "vnni", "portable", "torch"))]
     Cpu = Annotated[str, _known(("vnni", "any"), _cpus)]
