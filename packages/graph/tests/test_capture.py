@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -595,6 +596,13 @@ def test_a_forward_that_changes_from_run_to_run_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"rand in the model .* draws random numbers"):
         capture(Random(), image(2, 4))
+
+    class Python(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + random.random()
+
+    with pytest.raises(CaptureError, match="differs from the model's"):
+        capture(Python(), image(2, 4))
 
 
 @torch.no_grad()
