@@ -264,6 +264,13 @@ def test_each_output_counts_as_much_as_the_others(got, wanted, decibels):
     assert output_sqnr(tensors(got), tensors(wanted)) == pytest.approx(np.mean(decibels), abs=1e-3)
 
 
+def test_outputs_of_dicts_are_compared_by_key() -> None:
+    scores, boxes = torch.ones(4), torch.full((4,), 10.0)
+    wanted = {"scores": scores, "boxes": boxes}
+    got = {"boxes": boxes + 1, "scores": scores + 0.1}  # 20 dB each
+    assert output_sqnr(got, wanted) == pytest.approx(20, abs=1e-3)
+
+
 def test_outputs_without_floats_need_a_metric(batches):
     class Label(Outlier):
         def forward(self, x):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from bevquant_graph import HtmlText, on_batch
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
-from bevquant_hybrid.operators import OperatorCall, tensors_in, trace_calls
+from bevquant_hybrid.operators import OperatorCall, trace_calls
 from bevquant_hybrid_tools.performance import ChipFigures, estimate_cpu_layers, estimate_layers
 from bevquant_quantizers.documents import (
     DocumentError,
@@ -90,9 +90,7 @@ def output_sqnr(output: Any, float_output: Any) -> float:
         20.0
     """
     found = []
-    for q, f in zip(tensors_in(output), tensors_in(float_output), strict=True):
-        if not isinstance(f, Tensor) or not f.is_floating_point():
-            continue
+    for q, f in zip(_tensors(output), _tensors(float_output), strict=True):
         wanted, got = f.detach().double(), q.detach().double()
         signal, noise = float(wanted.square().sum()), float((wanted - got).square().sum())
         if math.isnan(noise) or math.isinf(signal):
@@ -107,6 +105,19 @@ def output_sqnr(output: Any, float_output: Any) -> float:
             "ratio; pass a metric"
         )
     return sum(found) / len(found)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Floating-point tensors; of dicts by key, as two models may fill them in other orders."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for key in sorted(output, key=str):
+            yield from _tensors(output[key])
+    elif isinstance(output, list | tuple):
+        for item in output:
+            yield from _tensors(item)
 
 
 class Metrics:
