@@ -317,14 +317,16 @@ def _copy_views(graph: fx.Graph) -> None:
 def _view_reshaped(graph: fx.Graph) -> None:
     """``x.squeeze_()``, which changes the shape of a tensor and no values, becomes a view of it."""
     passed: set[fx.Node] = set()
+    changed = False
     for node in graph.nodes:
         passed.add(node)
         view = _out_of_place(node.target) if _written(node) else None
         # Later readers of the tensor read its new shape: in a trace these read this node.
         if view is not None and op_spec(view).kind == "layout_op":
             if passed.issuperset(node.all_input_nodes[0].users):
-                node.target = view
-    normalise(graph)
+                node.target, changed = view, True
+    if changed:
+        normalise(graph)
 
 
 def _of_vmap(node: fx.Node) -> bool:

@@ -27,8 +27,9 @@ from ._faults import (
 )
 from ._frames import frames_of
 from ._memory import changed_attributes
-from ._normal import CALLED, called_name
+from ._normal import CALLED
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
+from ._operators import op_spec
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._read_members import ReadMembers
@@ -50,12 +51,6 @@ from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._switches import branch_of, size_questions
 from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
-
-# Operators that draw random numbers; those with a probability, as dropout, draw none in evaluation.
-_DRAWS = frozenset(
-    "bernoulli cauchy exponential geometric log_normal multinomial normal poisson rand rand_like "
-    "randint randint_like randn randn_like randperm uniform".split()
-)
 
 
 class Graph:
@@ -366,7 +361,7 @@ class Graph:
         Two runs need not tell: a permutation of two is the example's in every second run.
         """
         for drawn in self.operations:
-            if called_name(drawn) not in _DRAWS:
+            if not op_spec(drawn.target).draws:
                 continue
             pending, met = [drawn], set[fx.Node]()
             while pending:

@@ -55,6 +55,7 @@ class OpSpec:
         alias: Whether the result shares its memory with the operand, if strides allow it.
         positive: Whether no result is negative, whatever the operands are.
         compares: Whether it compares values, which gives true or false.
+        draws: Whether it draws random numbers in evaluation too (dropout does not).
     """
 
     name: str
@@ -73,6 +74,7 @@ class OpSpec:
     creates: bool = False
     chooses: str = ""
     compares: bool = False
+    draws: bool = False
     writes: bool = False
     alias: bool = False
     positive: bool = False
@@ -215,6 +217,10 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("sub", "float", shape=True, neutral=0),
     **_rows("mul div", "float", shape=True, neutral=1),
     **_rows("arange eye full linspace ones scalar_tensor zeros", "float", creates=True),
+    **_rows(
+        "bernoulli cauchy exponential geometric log_normal multinomial normal poisson rand "
+        "rand_like randint randint_like randn randn_like randperm uniform", "float", draws=True,
+    ),
 }  # fmt: skip
 
 
