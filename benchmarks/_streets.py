@@ -69,7 +69,7 @@ FORMATS: dict[str, dict[str, Any]] = {
         "trained_from": "W8A8",
         "training": {"learn_ranges": False, "distill": 0.0},
     },
-    "W8A8-float": {"trained_from": "W8A8"},
+    "W8A8-float": {"trained_from": "W8A8", "rounds": False},
 }
 
 
@@ -115,11 +115,10 @@ def run_of(folder: Path, number: int, weights: Path, name: str, seed: int = 0) -
     settings = FORMATS[name]
     if (start := settings.get("trained_from")) is None:
         return made_run(folder, f"{name}-{number}", weights=weights, **settings)
-    run = run_of(folder, number, weights, start)
-    if name.endswith("-float"):
-        train_without_rounding(run, folder, f"{name}-{number}-{seed}", QatConfig(seed=seed))
+    run, trained = run_of(folder, number, weights, start), f"{name}-{number}-{seed}"
+    if not settings.get("rounds", True):
+        train_without_rounding(run, folder, trained, QatConfig(seed=seed))
         return run
-    trained = f"{name}-{number}-{seed}"
     if not (folder / trained).exists():
         config = QatConfig(seed=seed, **settings.get("training", {}))
         run_qat(
@@ -208,7 +207,7 @@ def loaded(
                 continue
             run = run_of(folder, place, file, name, seed)
             model = run.quantized_model
-            if not name.endswith("-float"):
+            if FORMATS[name].get("rounds", True):
                 example = FrameBatches(frames, run.sizes, run.float_model)[0]
                 model = lowered(model, example, "auto")
             models[number, name] = run, model

@@ -326,8 +326,8 @@ def _tabulate(solids: Any) -> Any:
 
     `_START` is the centres' common origin, in the solid's frame.
     """
-    # One array instead of seven, of which numba would count references. A solid's numbers lie side
-    # by side, too.
+    # numba counts references to each array, so one array is faster than seven. The numbers of a
+    # solid are adjacent in memory, too.
     shape, centre, heading, half, taper, material, near = solids
     table = np.empty((shape.shape[0], _COLUMNS))
     for s in range(shape.shape[0]):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from bevquant_graph import CallError
 
 
@@ -23,6 +27,16 @@ class FloatFileError(CallError):
     """A module that `export_float_onnx` cannot write."""
 
     function = "export_float_onnx"
+
+
+def refuse_no_values(given: Mapping[str, Tensor], error: type[CallError]) -> None:
+    """Refuse inputs, by name, none of which has values: a file would be compared in none."""
+    if given and not any(value.numel() for value in given.values()):
+        name, first = next(iter(given.items()))
+        raise error(
+            f"input {name} of shape {tuple(first.shape)} has no values, with which the file is "
+            "compared, and no other input has any; give a frame as in use"
+        )
 
 
 class UnsplitError(ValueError):

@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from bevquant_sparse import Rulebook, build_rulebook
-from bevquant_sparse.runtime.eager import eager
 
 
-@eager
 def plan_rulebook(
     indices: Tensor, spatial_shape: Sequence[int], kernel_size: int | Sequence[int], *args: Any,
     **settings: Any,

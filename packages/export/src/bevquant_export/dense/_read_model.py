@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export._errors import QdqError
+from bevquant_export._errors import QdqError, refuse_no_values
 from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
 from bevquant_export.dense._source import (
     QdqProgram,
@@ -68,13 +68,8 @@ def read_model(
             )
         )
     given, called = dict(inputs_of(program, args)), dict(integer.names)
-    read = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    if read and not any(value.numel() for value in read.values()):
-        name, first = next(iter(read.items()))
-        raise QdqError(
-            f"input {called[name]} of shape {tuple(first.shape)} has no values, with which the "
-            "file is compared, and no other input has any; give a frame as in use"
-        )
+    read = {called[n]: value for n, value in given.items() if isinstance(value, Tensor)}
+    refuse_no_values(read, QdqError)
     grids: dict[str, tuple[Shape, int]] = {}
     for name, value in bound(program, args):
         if name in program.sparse_inputs:

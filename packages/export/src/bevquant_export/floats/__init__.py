@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._differences import FloatDifference, difference
-from bevquant_export._errors import FloatFileError
+from bevquant_export._errors import FloatFileError, refuse_no_values
 from bevquant_export.dense.verify._alike import StableChoices
 from bevquant_export.dense.verify._runnable import session
 from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, exported
@@ -120,12 +120,8 @@ def export_float_onnx(
     _check(module, opset, target)
     args = as_example(module, args)
     given = by_parameter(module, args)
-    if tolerance is not None and given and not any(value.numel() for value in given.values()):
-        name, value = next(iter(given.items()))
-        raise ValueError(
-            f"export_float_onnx: input {name} of shape {tuple(value.shape)} has no values, with "
-            "which the file is compared, and no other input has any; give a frame as in use"
-        )
+    if tolerance is not None:
+        refuse_no_values(given, FloatFileError)
     with StableChoices() as choices:
         results = dict(called(module, args))
     parameters = dict(zip(named_inputs(module, args, input_names), given, strict=True))

@@ -94,12 +94,12 @@ def load_qdq_onnx(
         ['quantize', 'conv']
     """
     where = f"load_qdq_onnx: {file_path(path, 'ONNX file').name}"
-    known = None
+    known = floats = None
     if float_file is not None:
         file_path(float_file, "ONNX file")
-        with reading(float_file, "load_qdq_onnx"):
-            known = activations(_proto(float_file))
-    builder, module = _built(path, known)
+        proto = _proto(float_file)
+        known, floats = activations(proto), _built(proto, None, float_file)[1]
+    builder, module = _built(_proto(path), known, path)
     if not builder.integers:
         raise ValueError(
             f"{where} has no QuantizeLinear; expected a quantized file in QDQ format. "
@@ -107,7 +107,7 @@ def load_qdq_onnx(
         )
     module.float_file = float_file
     if float_file is not None:
-        _float_layers(module, float_file, "load_qdq_onnx")
+        _float_layers(module, floats, float_file, "load_qdq_onnx")
     with reading(path, "load_qdq_onnx"):
         example = _example(builder, example_inputs, where)
     with torch.no_grad():
@@ -142,7 +142,8 @@ def float_qdq_model(model: IntegerModel) -> nn.Module:
     found: nn.Module = copy.deepcopy(source)
     if source.float_file is None:
         return found
-    for layer, other, whole in _float_layers(found, source.float_file, "float_qdq_model"):
+    floats = _built(_proto(source.float_file), None, source.float_file)[1]
+    for layer, other, whole in _float_layers(found, floats, source.float_file, "float_qdq_model"):
         layer.weight.data = other.weight if whole else torch.zeros_like(other.weight)
         if layer.bias is not None and other.bias is not None:
             layer.bias.data = other.bias
@@ -150,10 +151,9 @@ def float_qdq_model(model: IntegerModel) -> nn.Module:
 
 
 def _float_layers(
-    module: Any, float_file: str | os.PathLike[str], where: str
+    module: Any, floats: Any, float_file: str | os.PathLike[str], where: str
 ) -> list[tuple[Any, Any, bool]]:
     """Layers of a file with those of its float file, and whether each has the whole weight."""
-    _, floats = _built(float_file, None)
     theirs, layers = dict(floats.named_modules()), []
     for path, layer in module.named_modules():
         if getattr(layer, "weight", None) is None:
@@ -171,9 +171,9 @@ def _float_layers(
     return layers
 
 
-def _built(path: str | os.PathLike[str], known: Any) -> tuple[Builder, Any]:
+def _built(proto: Any, known: Any, path: str | os.PathLike[str]) -> tuple[Builder, Any]:
     with reading(path, "load_qdq_onnx"):
-        builder = Builder(_proto(path), known)
+        builder = Builder(proto, known)
         try:
             return builder, builder.build()
         except ValueError as error:
@@ -181,7 +181,8 @@ def _built(path: str | os.PathLike[str], known: Any) -> tuple[Builder, Any]:
 
 
 def _proto(path: str | os.PathLike[str]) -> Any:
-    return _normalized(upgraded_opset(load_model(path)), Path(path))
+    with reading(path, "load_qdq_onnx"):
+        return _normalized(upgraded_opset(load_model(path)), Path(path))
 
 
 def _normalized(proto: Any, path: Path) -> Any:

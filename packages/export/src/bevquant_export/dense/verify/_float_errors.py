@@ -48,10 +48,10 @@ _TERMS: dict[str, Callable[..., int]] = {
 }
 # How many terms a sum has, of its result and its operands. On magnitudes each gives theirs.
 _SUMS: dict[str, Callable[..., float]] = {
-    **dict.fromkeys(("sum", "mean"), lambda result, x, *_: x.numel() / max(result.numel(), 1)),
+    **dict.fromkeys(
+        ("sum", "mean", "var", "std"), lambda result, x, *_: x.numel() / max(result.numel(), 1)
+    ),
     **dict.fromkeys(("matmul", "bmm", "mm", "linear"), lambda _, x, *__: x.shape[-1]),
-    # Of squares, and so positive.
-    **dict.fromkeys(("var", "std"), lambda result, x, *_: x.numel() / max(result.numel(), 1)),
 }
 
 
@@ -178,7 +178,7 @@ class FloatErrors:
     def _reordered(self, result: Tensor, called: str, call: Any, args: Any, kwargs: Any) -> Tensor:
         """A sum of n floats in another order: off by √n·2⁻²⁴ of the sum of their magnitudes."""
         spread = math.sqrt(3 * _SUMS[called](result, *args)) * UNIT
-        if called in ("var", "std"):
+        if called in ("var", "std"):  # of squares: the result is their magnitude
             sizes = result
         else:
             sizes = call(*(v.abs() if isinstance(v, Tensor) else v for v in args), **kwargs)
