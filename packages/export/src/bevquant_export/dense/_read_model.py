@@ -68,14 +68,14 @@ def read_model(
             )
         )
     given, called = dict(inputs_of(program, args)), dict(integer.names)
-    read = {called[n]: value for n, value in given.items() if isinstance(value, Tensor)}
-    refuse_no_values(read, QdqError)
     grids: dict[str, tuple[Shape, int]] = {}
     for name, value in bound(program, args):
         if name in program.sparse_inputs:
             called[f"{name}.indices"] = f"{called[name]}.indices"
             shape = tuple(int(size) for size in value.spatial_shape)
             grids[program.sparse_inputs[name]] = shape, int(value.batch_size)
+    read = {called[n]: value for n, value in given.items() if isinstance(value, Tensor)}
+    refuse_no_values(read, QdqError)
     for name, value in given.items():
         if sparse or not isinstance(value, Tensor) or value.dtype == torch.float32:
             continue
