@@ -1,5 +1,7 @@
 """Rulebooks planned from pillars against bevquant_sparse's, and their tiles against both."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,9 @@ def test_bad_arguments_are_named_as_by_the_other(change):
             build(indices, **given, subm=False, batch_size=1)
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+def test_the_arguments_are_those_of_the_other():
+    theirs = dict(inspect.signature(build_rulebook).parameters)
+    del theirs["tiles"]
+    assert dict(inspect.signature(plan_rulebook).parameters) == theirs
