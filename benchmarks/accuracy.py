@@ -337,6 +337,8 @@ def main() -> None:
     unknown = set(options.parts) - {*parts, "streets", "ranks"}
     if unknown:
         parser.error(f"unknown parts {sorted(unknown)}")
+    if "streets" in options.parts and options.streets < 2:
+        parser.error(f"--streets {options.streets}: intervals are drawn from at least 2 streets")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     print_machine(peaks=False)
     with tempfile.TemporaryDirectory() as made:

@@ -82,8 +82,7 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
 class BpuResult:
     """Folder, result, warnings, seconds by step, peak memory in MiB.
 
-    `holds_model` says whether the folder holds the weights; an evaluation does not. `findings`
-    concern the calibration frames.
+    `findings` concern the calibration frames.
     """
 
     folder: Path
@@ -91,7 +90,6 @@ class BpuResult:
     warnings: tuple[str, ...]
     seconds: dict[str, float]
     peak_memory_mib: float
-    holds_model: bool
     findings: tuple[PoorData, ...] = ()
 
 
@@ -144,9 +142,7 @@ def run_bpu(frames: Sequence[Frame], config: BpuConfig, **place: Unpack[Place]) 
             entries={"weights": weights, "calibration_frames": count, "warnings": warnings},
             records=records,
         )  # fmt: skip
-    return BpuResult(
-        record.path, outcome, warnings, seconds, peak, holds_model=True, findings=findings
-    )
+    return BpuResult(record.path, outcome, warnings, seconds, peak, findings)
 
 
 def run_bpu_evaluate(
@@ -192,7 +188,7 @@ def run_bpu_evaluate(
             decides={"run_sha256": read_model_settings(run).sha256},
             entries={"evaluates": str(run), "accuracy": None, "warnings": warnings},
         )  # fmt: skip
-    return BpuResult(record.path, outcome, (), seconds, peak, holds_model=False)
+    return BpuResult(record.path, outcome, (), seconds, peak)
 
 
 def _outcome(
