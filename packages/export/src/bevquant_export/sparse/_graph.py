@@ -361,6 +361,10 @@ class Graph:
     # the file equals the model it was written from
     guards: tuple[Guard, ...] = ()
 
+    def in_floats(self) -> Graph:
+        """The graph with every layer in fp16, which runs in float32."""
+        return replace(self, nodes=tuple(node.in_floats() for node in self.nodes))
+
 
 def first_on_input(graph: Graph) -> Conv | Pool | None:
     """The first convolution or pooling on the input's voxels that states their grid."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY
-from bevquant_export.sparse._check_graph import numbered, tensor_ranges
+from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._graph import Graph, Node, first_on_input
 from bevquant_export.sparse._proto import read_graph, recorded
 from bevquant_export.sparse._run import FrameRun, See
@@ -135,9 +134,12 @@ class SparseOnnxModel:
                 raise ValueError(f"spatial_shape={grid}: a portable file has one, {self._grid}")
             return self._in_onnxruntime(features.float(), coords, int(batch_size), mode, see)
         voxels = Coords(coords.to(torch.int32).contiguous(), grid, int(batch_size))
-        ranges = tensor_ranges(self.graph) if mode == "int8" else None
-        run = FrameRun(self.graph, ranges, self.backend, see)
-        return run.run(features.float(), voxels)
+        graph = self.graph if mode == "int8" else self._in_floats
+        return FrameRun(graph, self.backend, see).run(features.float(), voxels)
+
+    @cached_property
+    def _in_floats(self) -> Graph:
+        return self.graph.in_floats()
 
     def _in_onnxruntime(
         self, features: Tensor, coords: Tensor, batch_size: int, mode: str, see: See
@@ -213,7 +215,7 @@ def _ignore(node: Node, scale: float | None, made: Any, indices: Tensor | None) 
 def _opened(graph: Graph, mode: str) -> tuple[Lowered, Any]:
     """The portable form with every layer as an output, and its session in onnxruntime."""
     named = numbered(graph)
-    lowered = recorded(in_floats(named) if mode == "float" else named, all_layers=True)
+    lowered = recorded(named.in_floats() if mode == "float" else named, all_layers=True)
     refuse_saturation(lowered.model, "load_sparse_onnx: backend='onnxruntime': the file")
     try:
         return lowered, silent_session(lowered.model.SerializeToString(), torch.get_num_threads())
@@ -239,8 +241,3 @@ def feed_of(
         "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
         "batch_size": np.array([batch_size], np.int64),
     }
-
-
-def in_floats(graph: Graph) -> Graph:
-    """The graph with every layer in fp16, which runs in float32."""
-    return replace(graph, nodes=tuple(node.in_floats() for node in graph.nodes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -45,10 +45,8 @@ See = Callable[[Node, float | None, Callable[[], Tensor], Tensor | None], None]
 class FrameRun(GraphWalk[Tensor, Coords]):
     """One call, on kernels of ``bevquant_int8sim``; `see` is called with every node's result."""
 
-    def __init__(
-        self, graph: Graph, ranges: Mapping[str, float] | None, backend: str, see: See
-    ) -> None:
-        super().__init__(graph, ranges)
+    def __init__(self, graph: Graph, backend: str, see: See) -> None:
+        super().__init__(graph)
         self.backend, self.see = backend, see
         windows = (node for node in graph.nodes if isinstance(node, Conv | Pool))
         self._strided = {w.rulebook for w in windows if w.rulebook and not (w.subm or w.inverse)}
@@ -150,7 +148,7 @@ class FrameRun(GraphWalk[Tensor, Coords]):
             else:
                 out = sparse_conv(x, weight, bias, rows, layout=layout)
             return self._made(node, out.clamp_(min=0) if relu else out)
-        target = None if self.ranges is None else self.ranges.get(node.y)
+        target = self.ranges.get(node.y)
         ranges = torch.tensor(node.weight_ranges, dtype=torch.float64)
         scale_x, scale_w = node.scales
         out = int8_sparse_conv(

@@ -22,7 +22,7 @@ from bevquant_export.dense.verify._runnable import session
 from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._compare import compared, frame_for
 from bevquant_export.sparse._graph import Add, Conv, Graph, Steps
-from bevquant_export.sparse._load import SparseOnnxModel, feed_of, in_floats
+from bevquant_export.sparse._load import SparseOnnxModel, feed_of
 from bevquant_export.sparse._proto import graph_of_bytes, read_graph, recorded
 from bevquant_export.targets._cpu import chosen_weights, saturates_here
 from bevquant_graph import HtmlTable
@@ -185,7 +185,7 @@ def beside_floats(
     graph = graph_of_bytes(content)
     grid = SparseOnnxModel(graph).grid or ()
     given = feed_of(graph, *frame_for(grid, integers, inputs, reversed_axes))
-    floats = recorded(in_floats(graph), all_layers=False).model
+    floats = recorded(graph.in_floats(), all_layers=False).model
     open_session = partial(session, runner="onnxruntime", timed=True)
     return timed(onnx.ModelProto.FromString(content), floats, given, open_session)
 

@@ -7,10 +7,11 @@ the form that it needs, whatever the stored form.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from bevquant_export.sparse._check_graph import tensor_ranges
 from bevquant_export.sparse._graph import (
     Add,
     Concat,
@@ -80,13 +81,10 @@ State = Floats[T] | Integers[T] | Accumulators[T] | Sum[T]
 
 
 class GraphWalk(ABC, Generic[T, V]):
-    """The tensors of a graph so far, and their voxels.
+    """The tensors of a graph so far, and their voxels; `ranges` has the amax of int8 tensors."""
 
-    `ranges` has the amax of each int8 tensor; without it everything is computed in float.
-    """
-
-    def __init__(self, graph: Graph, ranges: Mapping[str, float] | None) -> None:
-        self.graph, self.ranges = graph, ranges
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.ranges = graph, tensor_ranges(graph)
         self.states: dict[str, State[T]] = {}
         self.voxels: dict[str, V] = {}
         self._before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
@@ -107,9 +105,9 @@ class GraphWalk(ABC, Generic[T, V]):
 
     def _stored(self, made: State[T], node: Node) -> State[T]:
         """The tensor in its stored form."""
-        if self.ranges is None or node.y not in self.ranges:
+        amax = self.ranges.get(node.y)
+        if amax is None:
             return made
-        amax = self.ranges[node.y]
         q = self._integers(made, amax, node.name)
         return Integers(name=node.name, path=node.path, tensor=q, amax=amax)
 
@@ -133,14 +131,14 @@ class GraphWalk(ABC, Generic[T, V]):
 
     def _read(self, node: Node, name: str, amax: float | None) -> T:
         """A tensor as a node reads it: integers of a range, or floats."""
-        if amax is None or self.ranges is None:
+        if amax is None:
             return self.floats(self.states[name])
         return self._integers(self.states[name], amax, node.name)
 
     def _values(self, node: Node, name: str, amax: float) -> T:
         """float32 values; with a range those of its integers."""
         state = self.states[name]
-        if not amax or self.ranges is None:
+        if not amax:
             return self.floats(state)
         if ("float", amax) not in state.made:
             q = self._integers(state, amax, node.name)
@@ -162,7 +160,7 @@ class GraphWalk(ABC, Generic[T, V]):
     # Nodes
 
     def _made(self, node: Node, tensor: T, amax: float | None = None) -> State[T]:
-        if amax is None or self.ranges is None:
+        if amax is None:
             return Floats(name=node.name, path=node.path, tensor=tensor)
         return Integers(name=node.name, path=node.path, tensor=tensor, amax=amax)
 
@@ -179,8 +177,7 @@ class GraphWalk(ABC, Generic[T, V]):
 
     def _conv(self, node: Conv) -> State[T]:
         rows, self.voxels[node.y] = self._neighbours(node)
-        integer = self.ranges is not None and node.precision == "int8"
-        amax = node.input_range if integer else None
+        amax = node.input_range if node.precision == "int8" else None
         x = self._read(node, node.x, amax)
         return self._convolved(node, x, rows, amax)
 
@@ -191,7 +188,7 @@ class GraphWalk(ABC, Generic[T, V]):
             range_x = range_other = None
         x = self._read(node, node.x, range_x)
         other = self._read(node, node.other, range_other)
-        if self.ranges is None or range_x is None or range_other is None:
+        if range_x is None or range_other is None:
             return self._made(node, self._added(node, x, other))
         return Sum(
             name=node.name, path=node.path, a=x, b=other, range_a=range_x, range_b=range_other
@@ -216,8 +213,8 @@ class GraphWalk(ABC, Generic[T, V]):
     def _pool(self, node: Pool) -> State[T]:
         rows, self.voxels[node.y] = self._neighbours(node)
         x = self._read(node, node.x, node.input_range)
-        amax = None if self.ranges is None else node.input_range
-        return self._made(node, self._pooled(node, x, rows, amax is not None), amax)
+        pooled = self._pooled(node, x, rows, node.input_range is not None)
+        return self._made(node, pooled, node.input_range)
 
     def _select(self, node: Select) -> State[T]:
         self.voxels[node.y] = self.on_voxels(node, node.x)

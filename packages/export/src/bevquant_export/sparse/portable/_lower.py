@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bevquant_export.sparse._check_graph import tensor_ranges
 from bevquant_export.sparse._graph import (
     Add,
     Concat,
@@ -74,7 +73,7 @@ class _Lowering(GraphWalk[str, VoxelSet]):
     """Tensors are names; integers are uint8 with zero point 128."""
 
     def __init__(self, graph: Graph, *, all_layers: bool) -> None:
-        super().__init__(graph, tensor_ranges(graph))
+        super().__init__(graph)
         self.all_layers = all_layers
         self.emitter = Emitter()
         self.surroundings = Surroundings(self.emitter.call)

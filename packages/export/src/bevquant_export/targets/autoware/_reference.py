@@ -341,8 +341,9 @@ class _PluginRun(FrameRun):
     """A graph in the plugin's arithmetic, by the simulator's kernels: float16 between layers."""
 
     def __init__(self, graph: Graph, *, fused: bool) -> None:
-        super().__init__(replace(graph, bounded=False), None, "auto", self._keep)
+        super().__init__(replace(graph, bounded=False).in_floats(), "auto", self._keep)
         self.fused, self.results = fused, dict[str, Sparse]()
+        self.convs = {node.y: node for node in graph.nodes if isinstance(node, Conv)}
 
     def _keep(self, node: Node, scale: float | None, value: Any, indices: Tensor | None) -> None:
         self.results[node.y] = Sparse(value(), None, torch.empty(0) if indices is None else indices)
@@ -350,7 +351,7 @@ class _PluginRun(FrameRun):
     def _convolved(
         self, node: Conv, x: Tensor, rows: Rulebook, amax: float | None
     ) -> State[Tensor]:
-        return self._made(node, _convolved(node, x, rows, self.fused))
+        return self._made(node, _convolved(self.convs[node.y], x, rows, self.fused))
 
 
 @torch.no_grad()
