@@ -248,9 +248,9 @@ class _Writer:
 
     def _note(self, node: Node) -> None:
         """Channels and voxels of a node's result."""
-        channels = node.channels_made([self.channels.get(x, 0) for x in node.inputs])
-        if channels is not None:
-            self.channels[node.y] = channels
+        if node.on_voxels:
+            read = [self.channels.get(x, 0) for x in node.inputs]
+            self.channels[node.y] = node.channels_made(read)
         if isinstance(node, Conv):
             before = self.voxels.get(node.x)
             made = _Voxels(node.y, node.output_spatial_shape, node.output_bound, node.rows[1])

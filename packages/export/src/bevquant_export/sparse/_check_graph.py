@@ -61,9 +61,8 @@ def _check_conv(node: Conv) -> None:
 def _check_channels(graph: Graph) -> None:
     channels = {graph.input: graph.channels}
     for node in graph.nodes:
-        made = node.channels_made([channels.get(name, 0) for name in node.inputs])
-        if made is not None:
-            channels[node.y] = made
+        if node.on_voxels:
+            channels[node.y] = node.channels_made([channels.get(name, 0) for name in node.inputs])
 
 
 def check_rulebooks(graph: Graph) -> None:

@@ -33,6 +33,7 @@ class _Operation:
 
     kind: ClassVar[str]  # Prefix of the node's name
     reads: ClassVar[tuple[str, ...]] = ("x",)  # Fields with the names of its inputs
+    on_voxels: ClassVar[bool] = True  # Whether its output is
     path: str  # Module of the exported model
     y: str  # Output
     name: str = ""  # Name of the node
@@ -58,9 +59,10 @@ class _Operation:
         own = {one.name for one in fields(self)}
         return replace(self, **{name: value for name, value in _FLOAT.items() if name in own})
 
-    def channels_made(self, read: Sequence[int]) -> int | None:
-        """Channels of the output from those read; 0: unknown, None: not on voxels."""
-        return None
+    def channels_made(self, read: Sequence[int]) -> int:
+        """Channels of the output on voxels from those read; 0: unknown."""
+        _expect_equal(self.name, read)
+        return read[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -197,21 +199,12 @@ class Add(_Operation):
         stated = given if self.precision == "int8" else {}
         return {name: amax for name, amax in stated.items() if amax is not None}
 
-    def channels_made(self, read: Sequence[int]) -> int:
-        """Channels of the operands."""
-        _expect_equal(self.name, read)
-        return read[0]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Relu(_Unary):
     """``y = max(x, 0)``, only after an `Add`."""
 
     kind: ClassVar[str] = "relu"
-
-    def channels_made(self, read: Sequence[int]) -> int:
-        """Channels of the input."""
-        return read[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -271,10 +264,6 @@ class Pool(Window, _OneRange, _Unary):
     input_spatial_shape: Sizes
     output_spatial_shape: Sizes
 
-    def channels_made(self, read: Sequence[int]) -> int:
-        """Channels of the input."""
-        return read[0]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Steps(_Operation):
@@ -316,6 +305,7 @@ class Scatter(_Unary):
     """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
 
     kind: ClassVar[str] = "scatter"
+    on_voxels: ClassVar[bool] = False
     input_spatial_shape: Sizes
     format: str
     output_shape: Sizes
@@ -325,6 +315,7 @@ class Scatter(_Unary):
 class LayoutOp(_Unary):
     """``"Transpose"`` (`dims` is the permutation) or ``"Reshape"`` (`dims` is the new shape)."""
 
+    on_voxels: ClassVar[bool] = False
     op: str
     dims: Sizes
 

@@ -110,7 +110,7 @@ class _Lowering(GraphWalk[str, VoxelSet]):
 
     def _done(self, node: Node) -> None:
         voxel_set = self.voxels.get(node.y)
-        if not isinstance(node, Scatter | LayoutOp):
+        if node.on_voxels:
             channels = node.channels_made([int(self.shapes[x][1]) for x in node.inputs])
             rows = f"rows of {node.name}" if voxel_set is None else voxel_set.rows
             self.shapes[node.y] = (rows, channels)
