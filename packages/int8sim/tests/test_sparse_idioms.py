@@ -346,3 +346,25 @@ def test_a_folded_norm_that_is_still_called_is_nothing() -> None:
     integers = simulate(fused, frame)
     assert [step.reason for step in integers.steps if step.op == "float"] == []
     torch.testing.assert_close(integers(*frame), fused(*frame), atol=0.02, rtol=0)
+
+
+class HalfPlaces(nn.Module):
+    """A layer on given coordinates, and one on these after float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = subm(4, 8, "first"), subm(8, 8, "second")
+
+    def forward(self, features: Tensor, places: Tensor) -> Tensor:
+        x = self.first(spconv.SparseConvTensor(features, places, [4096, 16, 16], 1))
+        moved = spconv.SparseConvTensor(x.features, places.half().int(), [4096, 16, 16], 1)
+        result: Tensor = self.second(moved).features
+        return result
+
+
+@torch.no_grad()
+def test_coordinates_that_float16_moves_are_others() -> None:
+    places = torch.tensor([[0, 2047, 0, 0], [0, 2049, 0, 0]], dtype=torch.int32)
+    frame = torch.ones(2, 4), places  # neighbours in float16 alone, as 2047 and 2048
+    wanted, made = quantized(HalfPlaces, indexed)(*frame), integers(HalfPlaces, indexed)(*frame)
+    assert close(wanted, made)

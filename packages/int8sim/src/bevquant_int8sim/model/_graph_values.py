@@ -26,7 +26,8 @@ _ON_VOXELS = (
     "rulebook", "sparse_layer", "sparse_pool", "quantize", "norm", "relu", "add", "concat",
     "identity", "size",
 )  # fmt: skip
-_TYPES = ("to", "_to_copy", "int", "type_as")
+# Types that hold every coordinate; float16 does not.
+_OF_COORDS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class GraphValues:
@@ -187,11 +188,11 @@ class GraphValues:
 
     def _first(self, node: Any) -> Any:
         """The node that coordinates come from, copies and changes of type passed over."""
-        while (
-            isinstance(node, fx.Node)
-            and node.op == "call_function"
-            and (op_spec(node.target).kind == "identity" or op_spec(node.target).name in _TYPES)
-        ):
+        while isinstance(node, fx.Node) and node.op == "call_function":
+            spec = op_spec(node.target)
+            held = spec.casts and node.meta["val"].dtype in _OF_COORDS
+            if not held and spec.kind != "identity":
+                break
             node = node.args[0]
         return node
 
