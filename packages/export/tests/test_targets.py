@@ -28,6 +28,7 @@ class Toy(Target):
     rules = (NO_SOFTMAX,)
     domains = frozenset({"toy"})
     unverified = ("it runs nowhere",)
+    command = "play {path.name}"
 
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> Any:
         onnx.save(net("Relu"), path)
@@ -40,9 +41,6 @@ class Toy(Target):
 
     def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
         return ()
-
-    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
-        return (f"play {path.name}",)
 
 
 def net(op: str, domain: str = "") -> onnx.ModelProto:
@@ -81,6 +79,7 @@ def test_a_target_from_outside_is_linted_by_name(registered: Toy, tmp_path: Path
     path = tmp_path / "net.onnx"
     registered.write(nn.ReLU(), torch.ones(1, 3), path)
     assert lint_onnx(path, "plaything") == []
+    assert registered.commands(path) == ("play net.onnx",)
     onnx.save(net("Softmax"), path)
     assert [f.id for f in lint_onnx(path, "toy")] == ["TOY001"]
     assert lint_onnx(path, "onnxruntime") == []

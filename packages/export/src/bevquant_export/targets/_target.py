@@ -61,6 +61,7 @@ class Target(ABC):
             that the next file begins with.
         unverified: Facts that nobody could verify on the engine, one sentence each. They are part
             of every manifest.
+        command: The line of `commands`, with ``{path.name}`` or ``{path.stem}`` for the file.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Target(ABC):
     sparse: str = ""
     quantized_outputs: bool = False
     unverified: tuple[str, ...] = ()
+    command: str = ""
 
     @abstractmethod
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> Any:
@@ -108,7 +110,6 @@ class Target(ABC):
             Rows with ``path``, ``elements`` and ``different``.
         """
 
-    @abstractmethod
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """Command lines that build or run a file, to print.
 
@@ -116,6 +117,8 @@ class Target(ABC):
             path: The file, read for the number of its inputs and outputs where that matters.
             quantized: Whether it holds integers.
         """
+        del quantized
+        return (self.command.format(path=path),) if self.command else ()
 
     def fastest(self, cpu: str) -> dict[str, Any]:
         """Options of `write` for the fastest exact file on such CPUs.

@@ -299,6 +299,7 @@ class _Horizon(QdqTarget):
     domains = frozenset({"horizon"})
     rules = RULES
     unverified = ("hb_mapper was not at hand: the rules follow its documents",)
+    command = "hb_mapper makertbin --model-type onnx --config {path.stem}.yaml"  # beside the file
     form = Profile(
         "horizon", 11, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=False,
@@ -318,11 +319,6 @@ class _Horizon(QdqTarget):
         """Forms, positions and names, the settings beside the file, sizes."""
         yield from check_horizon(pairs, file.path)
         yield from check_limits(pairs)
-
-    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
-        """The compiler's call, with the settings beside the file."""
-        del quantized
-        return (f"hb_mapper makertbin --model-type onnx --config {path.stem}.yaml",)
 
 
 HORIZON = _Horizon()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -153,6 +152,7 @@ class _OnnxRuntime(QdqTarget):
     domains = frozenset({"com.microsoft", "ai.onnx.ml"})
     rules = RULES
     weights = ("uint8", "int8")
+    command = 'onnxruntime.InferenceSession("{path.name}")'
     # What lies between uint8 with zero point 128 is fused; a ReLU on int8 or behind such a zero
     # point is a float one, where Clip runs on uint8.
     form = Profile(
@@ -166,11 +166,6 @@ class _OnnxRuntime(QdqTarget):
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Integer types and pair positions that are needed to run as integers."""
         yield from check_onnxruntime(pairs, file)
-
-    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
-        """One line of Python."""
-        del quantized
-        return (f'onnxruntime.InferenceSession("{path.name}")',)
 
 
 ONNXRUNTIME = _OnnxRuntime()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevquant_export.lint._graph import Finding, Rules
@@ -70,6 +69,7 @@ class _OpenVino(QdqTarget):
     quantized_outputs = True
     rules = RULES
     weights = ("int8", "uint8")
+    command = 'openvino.Core().compile_model("{path.name}", "CPU")'
     # Of FP8 its CPU plugin (2026.4) rounds to float16 first, and not as ONNX near a tie. Pairs of
     # int16 it drops ("qdq_stripping"): values are neither rounded nor clipped.
     form = replace(
@@ -81,11 +81,6 @@ class _OpenVino(QdqTarget):
         """Convolutions that its plugin takes as integers."""
         del file
         yield from check_openvino(pairs)
-
-    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
-        """One line of Python."""
-        del quantized
-        return (f'openvino.Core().compile_model("{path.name}", "CPU")',)
 
 
 OPENVINO = _OpenVino()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,7 +20,7 @@ __all__ = ["PORTABLE"]
 
 class _Portable(SparseTarget):
     name, title, family = "portable", "ONNX Runtime", "onnxruntime"
-    domains = ONNXRUNTIME.domains
+    domains, command = ONNXRUNTIME.domains, ONNXRUNTIME.command
 
     @property
     def runner(self) -> str:
@@ -42,10 +41,6 @@ class _Portable(SparseTarget):
 
         file = load_sparse_onnx(made.path, backend="onnxruntime")
         return compare_sparse_onnx(file, model, args)
-
-    def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
-        """One line of Python."""
-        return ONNXRUNTIME.commands(path, quantized=quantized)
 
 
 PORTABLE = _Portable()
