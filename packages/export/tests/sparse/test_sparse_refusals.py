@@ -241,3 +241,21 @@ def test_frames_without_voxels_say_no_bound(nets, tmp_path):
     with pytest.raises(ValueError, match=r"conv_input.*made no voxel.*output_bound"):
         export_sparse_onnx(model, nothing, tmp_path / "a.onnx")
     export_sparse_onnx(model, nothing, tmp_path / "a.onnx", batches=[nets.frame(0)])
+
+
+def test_coordinates_that_are_rounded_for_the_first_layer_alone(nets, refuse):
+    spconv = nets.spconv
+
+    class Rounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = spconv.SubMConv3d(5, 8, 3), spconv.SubMConv3d(8, 4, 3)
+
+        def forward(self, features, coords, batch_size):
+            near, grid = coords.half().int(), list(nets.GRID)
+            x = self.first(spconv.SparseConvTensor(features, near, grid, batch_size))
+            return self.second(spconv.SparseConvTensor(x.features, coords, grid, batch_size))
+
+    torch.manual_seed(0)
+    model = nets.calibrated(Rounded(), [nets.frame(0)])
+    refuse(model, "'coords' through a type that rounds", dialect="portable")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bevquant_export._errors import UnsplitError
+from bevquant_graph import op_spec
+from bevquant_int8sim.model import COORD_TYPES
 from bevquant_int8sim.program import (
     Call,
     Coordinates,
@@ -78,6 +82,31 @@ def coord_inputs(program: Any, made: set[str]) -> set[str]:
                 wanted.update(step.inputs)
     layers = [s for s in program.steps if not isinstance(s, Coordinates | Call)]
     return wanted - made - {name for step in layers for name in step.inputs}
+
+
+def refuse_rounded_coords(program: Any) -> None:
+    """Refuse a file whose coordinates, the first layer's, are rounded ones of a later layer's."""
+    makers = {name: step for step in program.steps for name in step.outputs}
+    first: dict[str, str] = {}
+    for step in program.steps:
+        if not isinstance(step, Coordinates):
+            continue
+        name = exact = step.args[0].name
+        rounds = False
+        while (maker := makers.get(name)) is not None:
+            spec = op_spec(maker.called)
+            if not (spec.casts or spec.kind == "identity"):
+                break
+            given = (*maker.args, *maker.kwargs.values())
+            rounds |= not COORD_TYPES.issuperset(v for v in given if isinstance(v, torch.dtype))
+            name = getattr(maker.args[0], "name", "") if maker.args else ""
+            exact = exact if rounds else name
+        if first.setdefault(name, exact) not in (name, exact):
+            raise ValueError(
+                f"export_sparse_onnx: the first layer reads the coordinates {name!r} through a "
+                "type that rounds large ones, such as float16, and a later layer reads others: a "
+                "file has one input of coordinates. Keep those of both in int32 or int64"
+            )
 
 
 REMEDY = (

@@ -12,7 +12,7 @@ from torch import nn
 
 from bevquant_export._size_guards import sparse_guards
 from bevquant_export.sparse._axes import AXES
-from bevquant_export.sparse._beginning import BEHIND_DENSE
+from bevquant_export.sparse._beginning import BEHIND_DENSE, refuse_rounded_coords
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_permutations import with_channel_permutations
 from bevquant_export.sparse._check_graph import check_rulebooks
@@ -70,6 +70,7 @@ def sparse_graph(
             "export_sparse_onnx: no layer of the model works on voxels, so that the grid is "
             "unknown: export_qdq_onnx writes models of maps and rows"
         )
+    refuse_rounded_coords(integers.program)
     seen = observe(integers, example_inputs, batches)
     bodies = Bodies(integers, example_inputs, order)
     forms = agreed_forms(followed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bevquant_int8sim.model._compare import LayerComparison, compare
-from bevquant_int8sim.model._coords import Coords, Geometry, SparseOutput
+from bevquant_int8sim.model._coords import COORD_TYPES, Coords, Geometry, SparseOutput
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel, Recorded
 from bevquant_int8sim.model._layer_table import LayerRow, LayerTable
@@ -12,6 +12,7 @@ from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._step import Step
 
 __all__ = [
+    "COORD_TYPES",
     "Coords",
     "FloatFallback",
     "Geometry",

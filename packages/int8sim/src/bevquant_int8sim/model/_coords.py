@@ -16,6 +16,8 @@ from bevquant_quantizers.documents import Size
 from bevquant_sparse import Rulebook, sparse_avg_pool, sparse_max_pool
 
 Extent = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+COORD_TYPES = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
+"""Types that hold every coordinate; float16 rounds those above 2,048."""
 _POOLS = {"max_pool": sparse_max_pool, "avg_pool": sparse_avg_pool}  # by the operator's name
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from bevquant_graph import OPAQUE, Graph, Guard, called_name, op_spec
-from bevquant_int8sim.model._coords import Geometry, convolved_coords
+from bevquant_int8sim.model._coords import COORD_TYPES, Geometry, convolved_coords
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._operation import Operation
 from bevquant_int8sim.model._step import Ref, SparseRef
@@ -26,8 +26,6 @@ _ON_VOXELS = (
     "rulebook", "sparse_layer", "sparse_pool", "quantize", "norm", "relu", "add", "concat",
     "identity", "size",
 )  # fmt: skip
-# Types that hold every coordinate; float16 does not.
-_OF_COORDS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class GraphValues:
@@ -190,7 +188,7 @@ class GraphValues:
         """The node that coordinates come from, copies and changes of type passed over."""
         while isinstance(node, fx.Node) and node.op == "call_function":
             spec = op_spec(node.target)
-            held = spec.casts and node.meta["val"].dtype in _OF_COORDS
+            held = spec.casts and node.meta["val"].dtype in COORD_TYPES
             if not held and spec.kind != "identity":
                 break
             node = node.args[0]
