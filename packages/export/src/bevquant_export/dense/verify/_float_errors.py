@@ -37,6 +37,8 @@ from bevquant_int8sim.program import (
 )
 
 _RUNS = 6
+_POOL = 1 << 16
+_ONE = torch.ones(())
 _UNITS = 2  # a function's own steps each round
 _DEVIATIONS = 4.0
 _EFFECTS = 1.5  # times the largest: a swap of two near-equal scores is rare, and not normal
@@ -89,7 +91,7 @@ class FloatErrors:
                 needed.update(step.inputs)
                 for name in step.inputs:
                     self._last.setdefault(name, step.outputs[0])
-        self._runs, self._random = 0, np.random.default_rng(0)
+        self._runs, self._random, self._pool = 0, np.random.default_rng(0), torch.empty(0)
         self._moved: dict[str, list[Any]] = {}  # the perturbed values
         self._squares: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
@@ -133,9 +135,12 @@ class FloatErrors:
             self._lost.add(name)
         elif name in self._wanted and isinstance(value, Tensor):
             for one in moved:
-                effect = (one.double() - value).abs()
-                self._squares[name] = effect.square() + self._squares.get(name, 0)
-                self._largest[name] = torch.maximum(effect, self._largest.get(name, effect))
+                effect = (one.double() - value).abs_()
+                if name not in self._squares:
+                    self._squares[name], self._largest[name] = effect.square(), effect
+                else:
+                    self._squares[name].addcmul_(effect, effect)
+                    torch.maximum(self._largest[name], effect, out=self._largest[name])
             self.values[name] = value.cpu().numpy()
 
     def _called(self, step: Step, number: int) -> tuple[Any, ...]:
@@ -182,7 +187,7 @@ class FloatErrors:
             sizes = result
         else:
             sizes = call(*(v.abs() if isinstance(v, Tensor) else v for v in args), **kwargs)
-        return result + sizes * self._noise(result).mul_(spread)
+        return torch.addcmul(result, sizes, self._noise(result), value=spread)
 
     def _summed(
         self, step: Dense | Matmul, given: tuple[Any, ...], made: tuple[Any, ...]
@@ -197,9 +202,14 @@ class FloatErrors:
             terms = given[0].shape[-1]
             spread = step.magnitudes(given) * (step.scale * math.sqrt(terms) * UNIT)
         else:
-            spread = _deviations(step, given[0], form) * (made[0] != 0)
+            spread = _deviations(step, given[0], form)
+            if self._half and isinstance(step, ConvTranspose):
+                # Its factors are in half precision: n errors of 2⁻¹¹ of the products.
+                spread = self._unit * (spread / (_terms(step) * UNIT) + made[0].abs())
+            spread = spread * (made[0] != 0)
         # Uniform numbers up to √3 have a spread of 1.
-        return [(made[0] + spread * self._noise(spread).mul_(3**0.5),) for _ in range(_RUNS)]
+        spread = spread * 3**0.5
+        return [(made[0] + spread * self._noise(spread),) for _ in range(_RUNS)]
 
     def _summed_float8(self, layer: Float8Layer, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Result of an FP8 layer with perturbed sums: by √n·2⁻²⁴ of the magnitudes.
@@ -212,7 +222,7 @@ class FloatErrors:
         spread = size * (math.sqrt(layer.products) * UNIT)
         if self._half and layer.op == "conv_transpose":
             spread = self._unit * (size / math.sqrt(layer.products) + made.abs())
-        return (made + (spread * self._noise(spread).mul_(3**0.5)).to(made), *others)
+        return (made + (spread * 3**0.5 * self._noise(spread)).to(made), *others)
 
     def _shifted(self, value: Any) -> Any:
         """Result of a resize at perturbed positions, whose magnitude is the map's size."""
@@ -229,13 +239,20 @@ class FloatErrors:
             return refilled(type(value), [self._rounded(item, unit) for item in value])
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return value * self._noise(value).mul_(unit or self._unit).add_(1)
+        return value * torch.add(_ONE, self._noise(value), alpha=unit or self._unit)
 
     def _noise(self, value: Tensor) -> Tensor:
-        """Random numbers in [-1, 1), of the shape of a tensor and on its device."""
-        # numpy's take half of the time of torch's.
-        noise = torch.from_numpy(self._random.random(tuple(value.shape), np.float32))
-        return noise.mul_(2).sub_(1).to(value.device)
+        """Random numbers in [-1, 1), of the shape of a tensor and on its device; read only.
+
+        Parts of one pool, at random places: to draw each number takes most of the time.
+        """
+        count = value.numel()
+        if len(self._pool) < 2 * count:
+            # numpy's take half of the time of torch's.
+            drawn = self._random.random(max(4 * count, _POOL), np.float32)
+            self._pool = torch.from_numpy(drawn).mul_(2).sub_(1)
+        start = int(self._random.integers(len(self._pool) - count + 1))
+        return self._pool[start : start + count].view(value.shape).to(value.device)
 
 
 def _defined(value: Any, moved: Any) -> Any:
@@ -269,7 +286,6 @@ def _deviations(step: Dense, x: Tensor, form: Integers) -> Tensor:
     """
     weight = step.weight.float().abs()
     size = x.float().abs()  # of -128 too
-    terms = math.prod(weight.shape[1:])
     if isinstance(step, Linear):
         sums = functional.linear(size, weight)
     elif isinstance(step, Conv):
@@ -279,7 +295,6 @@ def _deviations(step: Dense, x: Tensor, form: Integers) -> Tensor:
         sums = convolution(functional.pad(size, sides), weight, **settings)
     else:
         assert isinstance(step, ConvTranspose)
-        terms = math.prod(weight.shape) // weight.shape[1] // step.groups
         sums = functional.conv_transpose2d(
             size, weight, None, step.stride, step.padding, step.output_padding, step.groups,
             step.dilation,
@@ -291,4 +306,12 @@ def _deviations(step: Dense, x: Tensor, form: Integers) -> Tensor:
         bias = step.bias.abs()
         bias = bias if bias.is_floating_point() else bias * unit.to(bias.device)
         sums = sums + bias.to(sums).view(-1, *beside)
-    return sums * (math.sqrt(terms) * UNIT)
+    return sums * (math.sqrt(_terms(step)) * UNIT)
+
+
+def _terms(step: Dense) -> int:
+    """The largest number of products in a sum of a layer."""
+    shape = step.weight.shape
+    if isinstance(step, ConvTranspose):
+        return math.prod(shape) // shape[1] // step.groups
+    return math.prod(shape[1:])
