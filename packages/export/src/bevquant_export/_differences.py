@@ -40,7 +40,8 @@ class TensorDifference:
         largest: Largest difference: steps for integers, value for floats.
         ties: Differing values that are one step off because the real value is as close to the
             middle of two steps as float rounding reaches. The real value is computed separately, in
-            integers and float64.
+            integers and float64. In int8 also values of another row, downstream of a choice between
+            scores that float rounding swaps.
         form: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"float"``.
         size: Largest magnitude of the model's tensor; 0 where it was not noted.
         behind_functions: Whether a layer reads, directly or through one other layer, a float

@@ -353,3 +353,40 @@ def test_a_norm_in_half_precision_is_off_by_its_terms(
     (row,) = (r for r in compare_qdq_onnx(file, model, x) if r.path == "norm")
     assert row.different > 100
     assert (row.unexplained == 0) == (not wrong)
+
+
+class Neighbours(nn.Module):
+    """Differences to the four nearest rows, by distances whose terms cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.first(x)) + 20
+        sizes = y.square().sum(-1)
+        far = sizes[:, None] - 2 * y @ y.T + sizes
+        return self.last(y[far.topk(4, largest=False).indices] - y[:, None])
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_are_others_where_rounding_swaps_their_scores(tmp_path: Path, wrong: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100, 3)
+    model = quantize_model(Neighbours().eval(), example_inputs=x).model.eval()
+    calibrate(model, [x])
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime", verify=False)
+    proto = onnx.load(file.path)
+    (choice,) = (node for node in proto.graph.node if node.op_type == "TopK")
+    tensors = [n.attribute[0].t for n in proto.graph.node if n.op_type == "Constant"]
+    for held in (*tensors, *proto.graph.initializer):
+        values = numpy_helper.to_array(held)
+        if values.dtype == np.float32 and (values == 20).all():  # to its neighbour in float32
+            held.CopyFrom(numpy_helper.from_array(np.nextafter(values, 21), held.name))
+    for attribute in choice.attribute:
+        if attribute.name == "largest":
+            attribute.i = int(wrong)
+    onnx.save(proto, file.path)
+    (row,) = (r for r in compare_qdq_onnx(file, model, x) if r.different)
+    assert row.largest > 1
+    assert (row.unexplained > 0.5 * row.different) if wrong else (row.unexplained == 0)
