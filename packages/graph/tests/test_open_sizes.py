@@ -196,3 +196,30 @@ def test_the_last_row_fixes_no_number_of_rows() -> None:
     for count in (1, 7, 33):
         given = inputs(count)
         assert torch.equal(graph.replay(*given), model(*given))
+
+
+class Shifts(nn.Module):
+    """Chosen rows, and a map plus the first of them, which every place of the map gets."""
+
+    def __init__(self, total: Any) -> None:
+        super().__init__()
+        self.total = total
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x.flatten()[x.flatten() > 0]
+        return self.total(x, chosen.cumsum(0)[:1])
+
+
+@pytest.mark.parametrize(
+    "total",
+    [torch.add, lambda x, row: row + x, lambda x, row: torch.where(x > 0, x, row)],
+)
+def test_the_first_chosen_row_goes_with_every_size(total: Any) -> None:
+    net = Shifts(total)
+    graph = capture(net, EXAMPLE)
+    for x in (EXAMPLE[:1] + 1, torch.ones(3, 3, 2, 5)):
+        assert torch.equal(graph.replay(x), net(x))
+    with pytest.raises((ValueError, RuntimeError)):
+        net(-torch.ones(2, 3, 4, 6))
+    with pytest.raises((ValueError, RuntimeError)):
+        graph.replay(-torch.ones(2, 3, 4, 6))

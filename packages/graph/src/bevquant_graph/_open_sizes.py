@@ -12,16 +12,18 @@ from __future__ import annotations
 import builtins
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _refs, nn
 from torch._prims_common import is_contiguous_for_memory_format_or_false
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -54,8 +56,51 @@ def elementwise_shapes() -> Iterator[None]:
         found[target] = _short(target, like)
     found[_SAMPLE] = like.sampled
     found[_ROLL] = _short(_ROLL, like, whole=True)  # torch asks first whether there are rows
-    with mock.patch.dict(table, found):
+    with mock.patch.dict(table, found), _one_row_shapes():
         yield
+
+
+@contextmanager
+def _one_row_shapes() -> Iterator[None]:
+    """For the length of the block ``x + chosen[:1]`` has the shape of ``x``.
+
+    The slice has as many rows as chosen, at most one. torch takes such an open number for other
+    than 1, so that it must equal the size of ``x``. Only one row has a sum, which is asserted.
+    """
+    with (
+        mock.patch.object(fake_impls, "infer_size", _of_one_row(fake_impls.infer_size)),
+        mock.patch.object(_refs, "_broadcast_shapes", _of_one_row(_refs._broadcast_shapes)),
+    ):
+        yield
+
+
+def _of_one_row(common: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for the common shape of some tensors, with sizes of at most one row as 1."""
+
+    def found(*shapes: Any) -> Any:
+        given = [list(shape) if isinstance(shape, Sequence) else shape for shape in shapes]
+        sized = [shape for shape in given if isinstance(shape, list)]
+        for axis in range(1, 1 + max(map(len, sized), default=0)):
+            met = [shape for shape in sized if len(shape) >= axis]
+            few = [_at_most_one(shape[-axis]) for shape in met]
+            if any(few) and not all(few):
+                for shape in compress(met, few):
+                    if isinstance(shape[-axis], torch.SymInt):
+                        torch._check(shape[-axis] == 1)
+                        shape[-axis] = 1
+        return common(*given)
+
+    return found
+
+
+def _at_most_one(size: Any) -> bool:
+    """Whether a size is 1 or a number of chosen rows that is at most 1."""
+    if not isinstance(size, torch.SymInt):
+        return bool(size == 1)
+    node = size.node
+    if node.expr.is_Symbol or not free_unbacked_symbols(size):  # the common ones, found at once
+        return False
+    return bool(node.shape_env.bound_sympy(node.expr).upper <= 1)
 
 
 _batch_norm = torch.batch_norm
