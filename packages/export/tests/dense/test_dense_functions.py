@@ -69,6 +69,9 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "at most, where NaN is not": lambda x: torch.where(x.sqrt() <= 1, 1.0, 2.0) * x,
     "reflect": lambda x: F.pad(x.sigmoid(), (1, 1, 2, 0), mode="reflect"),
     "circular": lambda x: F.pad(x.sigmoid(), (1, 2, 3, 0), mode="circular"),
+    # A file's Concat takes one type.
+    "cat of types": lambda x: torch.cat([x.gt(0).long(), x.gt(1).int()], 1),
+    "stack of types": lambda x: torch.stack([x.gt(0), x], 2),
 }
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 
 from bevquant_export._errors import QdqError
@@ -23,6 +22,7 @@ from bevquant_export.dense._ports import Shape, named_inputs, named_outputs, wit
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._source import Source, example_of, integer_model
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.nodes._at import TYPES
 from bevquant_export.dense.nodes._emit import emit
 from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.dense.nodes._profile import FP4_OPSET, INT16_OPSET, Profile, profile_of
@@ -37,12 +37,6 @@ from bevquant_graph import Guard, file_path, problem_of, reported_by
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import PROGRAM_READERS, BlockLayer, Integers
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
-
-# TensorProto's numbers.
-_TYPES = {
-    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6,
-    torch.int64: 7, torch.bool: 9, torch.float64: 11,
-}  # fmt: skip
 
 
 @reported_by("export_qdq_onnx")
@@ -338,8 +332,8 @@ def _assemble(
         helper.make_graph(
             graph.nodes,
             "model",
-            [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in inputs.items()],
-            [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in outputs.items()],
+            [helper.make_tensor_value_info(n, TYPES[types[n]], s) for n, s in inputs.items()],
+            [helper.make_tensor_value_info(n, TYPES[types[n]], s) for n, s in outputs.items()],
             [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
             value_info=[helper.make_tensor_value_info(n, t, None) for n, t in graph.typed.items()],
         ),

@@ -6,11 +6,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._graph import Graph
 from bevquant_int8sim.program import Ref, Step
+
+# TensorProto's numbers of types.
+TYPES = {
+    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6,
+    torch.int64: 7, torch.bool: 9, torch.float64: 11,
+}  # fmt: skip
 
 Read = Callable[[str], str]
 Form = Callable[..., Any]

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from bevquant_export._errors import QdqError
-from bevquant_export.dense.nodes._at import At, Form, written
-from bevquant_export.sparse.portable._body import FLOAT
+from bevquant_export.dense.nodes._at import TYPES, At, Form, written
 from bevquant_graph import OpSpec, op_spec
 from bevquant_int8sim.program import (
     FloatCall,
@@ -149,15 +148,16 @@ def _equal_parts(at: At, x: str, axis: int, count: int) -> list[str]:
 
 
 def _joined(at: At, tensors: Sequence[Ref], dim: int = 0, *, axis: int | None = None) -> str:
-    source, names = at.source, list(map(at.name, tensors))
-    # Whole numbers among floats become floats.
-    if source.dtype(_output(at).name).is_floating_point:
-        names = [
-            name if source.dtype(ref.name).is_floating_point else at.node("Cast", name, to=FLOAT)
-            for ref, name in zip(tensors, names, strict=True)
-        ]
     dim = dim if axis is None else axis
+    names = [_promoted(at, ref) for ref in tensors]
     return at.node("Concat", *names, axis=int(dim) % len(at.shape(_output(at))))
+
+
+def _promoted(at: At, ref: Ref) -> str:
+    """The value in the result's type: Concat takes one type, torch.cat any."""
+    made, own = (at.source.dtype(r.name) for r in (_output(at), ref))
+    alike = own == made or made not in TYPES  # half precision: refused with the whole file
+    return at.name(ref) if alike else at.node("Cast", ref, to=TYPES[made])
 
 
 def _expanded(at: At, x: Ref, *_: Any, **__: Any) -> str:
@@ -240,12 +240,13 @@ def _stacked(at: At, tensors: Any, dim: int = 0) -> str:
     axis, names = int(dim) % len(at.shape(_output(at))), []
     for name in names_in(tensors):
         ref = Ref(name)
+        value = _promoted(at, ref)
         if at.free(ref) > 1:
-            names.append(at.node("Unsqueeze", ref, [axis]))
+            names.append(at.node("Unsqueeze", value, [axis]))
             continue
         target = at.source.target(at.path, name)
         target.insert(axis, 1)
-        names.append(at.node("Reshape", at.name(ref), target))
+        names.append(at.node("Reshape", value, target))
     return at.node("Concat", *names, axis=axis)
 
 
