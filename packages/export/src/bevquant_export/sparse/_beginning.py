@@ -133,18 +133,28 @@ BEHIND_DENSE = (
 )
 
 
-def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueError:
+_OPERATORS = (
+    "sparse convolutions and linear layers on voxels, additions, concatenations and choices of "
+    "channels, ReLU, dense(), permute and reshape"
+)
+_MORE = "pooling, and what a model computes on voxels between its layers"
+
+
+def no_operator(
+    step: Step, where: str, *, reads_map: bool = False, portable: bool = False
+) -> ValueError:
     """The error for a step without an operator; `where` is operation, module, file and line."""
     if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
     remedy = _NORMS.get(step.called, "")
     remedy += BEHIND_DENSE if reads_map else REMEDY
+    if portable:
+        dialect = f"portable, which has {_OPERATORS}, {_MORE}. Instead, {remedy}"
+    else:
+        more = f"For ONNX Runtime dialect='portable' has {_MORE}; {remedy}"
+        dialect = f"libspconv, which has {_OPERATORS}. {more}"
     return UnsplitError(
-        f"export_sparse_onnx: {where} has no operator in the dialect libspconv, which has sparse "
-        "convolutions and linear layers on voxels, additions, concatenations and choices of "
-        "channels, ReLU, dense(), permute and reshape. For ONNX Runtime dialect='portable' has "
-        f"pooling, and what a model computes on voxels between its layers; {remedy}",
-        where,
+        f"export_sparse_onnx: {where} has no operator in the dialect {dialect}", where
     )
 
 

@@ -85,6 +85,8 @@ class _Closure:
 
 
 class _FollowerBetween(Follower):
+    portable = True
+
     def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
         super().__init__(model, begins)
         self.makers = {name: step for step in self.program.steps for name in step.outputs}
@@ -263,7 +265,8 @@ class _FollowerBetween(Follower):
             elif isinstance(step, NumberCall) and step.name == "getattr":
                 found.frames |= step.args[1] == "batch_size"
             elif isinstance(step, SparseConv | Coordinates):
-                raise no_operator(step, f"{named(step)}{location(self.source, step)}")
+                where = f"{named(step)}{location(self.source, step)}"
+                raise no_operator(step, where, portable=True)
             else:
                 if not isinstance(step, NumberCall):
                     found.steps.add(step.outputs[0])

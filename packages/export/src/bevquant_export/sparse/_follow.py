@@ -103,6 +103,8 @@ def named(step: Step) -> str:
 class Follower:
     """Reads every step as an operator of the dialect, from the beginning of the file on."""
 
+    portable = False  # the dialect, for messages
+
     def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
         self.program, self.source = model.program, model.source
         self.made = {name for step in model.steps for name in step.outputs}
@@ -223,7 +225,8 @@ class Follower:
 
     def _unfollowed(self, step: Step) -> None:
         where = f"{named(step)}{location(self.source, step)}"
-        raise no_operator(step, where, reads_map=self._reads_map(step))
+        reads_map = self._reads_map(step)
+        raise no_operator(step, where, reads_map=reads_map, portable=self.portable)
 
     def _reads_map(self, step: Step) -> bool:
         """Whether it reads a result of ``dense()``."""
