@@ -3,6 +3,7 @@
     python benchmarks/accuracy.py [ptq] [sensitivity] [mixed] [qat] [--images N]
     python benchmarks/accuracy.py streets [--weights FILE …] [--streets N] [--formats W8A8 …]
     python benchmarks/accuracy.py ranks
+    python benchmarks/accuracy.py pandaset --data FOLDER
 
 ResNet-20 on CIFAR-10 images and the MNIST net, public weights (`_trained_nets.py`). Differences
 are points of accuracy against float in the same run on the same images; noise is that of the
@@ -11,7 +12,8 @@ least √(d/100/n)·100 (0.4 points for d = 3, n = 2,000). Ranges come from the 
 images, which for CIFAR-10 are of three classes.
 
 `streets` compares trained BEVFusion models on generated streets (`_streets.py`), `ranks` the orders
-of estimated and measured sensitivities of both shipped detectors. They run only where named.
+of estimated and measured sensitivities of both shipped detectors, `pandaset` a LiDAR detector on
+real labels (`_pandaset.py`). They run only where named.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import torch
 from _machine import print_machine
+from _pandaset import cross_validate
 from _rounding_peers import adaround, equalized
 from _streets import FORMATS, compare_ranks, compare_streets
 from _trained_nets import Task, accuracy, cifar10, mnist
@@ -332,11 +335,14 @@ def main() -> None:
         "--seeds", nargs="*", type=int, default=[0], help="of the training of trained formats"
     )
     parser.add_argument("--runs", type=Path, help="folder of the runs, made where missing")
+    parser.add_argument("--data", type=Path, help="of pandaset: a sequence in compact form")
     options = parser.parse_args()
     parts = {"ptq": ptq, "sensitivity": sensitivity_cost, "mixed": mixed, "qat": qat}
-    unknown = set(options.parts) - {*parts, "streets", "ranks"}
+    unknown = set(options.parts) - {*parts, "streets", "ranks", "pandaset"}
     if unknown:
         parser.error(f"unknown parts {sorted(unknown)}")
+    if "pandaset" in options.parts and options.data is None:
+        parser.error("pandaset needs --data, the folder of a sequence in compact form")
     if "streets" in options.parts and options.streets < 2:
         parser.error(f"--streets {options.streets}: intervals are drawn from at least 2 streets")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
@@ -355,6 +361,8 @@ def main() -> None:
             )
         if "ranks" in options.parts:
             compare_ranks(folder)
+        if "pandaset" in options.parts:
+            cross_validate(folder, options.data)
     tasks = {"ptq": (cifar10, mnist), "qat": (cifar10,), "mixed": (cifar10,)}
     for name in parts if not options.parts else (p for p in options.parts if p in parts):
         for make in tasks.get(name, (cifar10,)):
