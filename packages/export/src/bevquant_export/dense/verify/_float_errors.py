@@ -247,9 +247,9 @@ class FloatErrors:
         Parts of one pool, at random places: to draw each number takes most of the time.
         """
         count = value.numel()
-        if len(self._pool) < 2 * count:
+        if len(self._pool) < count + _POOL:
             # numpy's take half of the time of torch's.
-            drawn = self._random.random(max(4 * count, _POOL), np.float32)
+            drawn = self._random.random(count + 2 * _POOL, np.float32)
             self._pool = torch.from_numpy(drawn).mul_(2).sub_(1)
         start = int(self._random.integers(len(self._pool) - count + 1))
         return self._pool[start : start + count].view(value.shape).to(value.device)
