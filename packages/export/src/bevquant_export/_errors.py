@@ -30,7 +30,7 @@ class FloatFileError(CallError):
 
 
 def refuse_no_values(given: Mapping[str, Tensor], error: type[CallError]) -> None:
-    """Refuse inputs, by name, none of which has values: a file would be compared in none."""
+    """Refuse inputs that are all empty: the comparison of a file would cover no value."""
     if given and not any(value.numel() for value in given.values()):
         name, first = next(iter(given.items()))
         raise error(
