@@ -126,6 +126,36 @@ def test_errors_of_a_norm_reach_those_of_sums_made_one_by_one(calibrated: Fixtur
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
+class Added(nn.Module):
+    """A norm of the sum of two layers, whose terms are far larger than some of their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.layer_norm(self.one(x) + self.two(x), (8,)))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_errors_of_added_accumulators_reach_those_of_rounded_terms(
+    calibrated: Fixture, half: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 200, 6)
+    integers = simulate(calibrated(Added(), x), x)
+    (step,) = (step for step in integers.steps if step.op == "add")
+    assert all(integers.program.values[name].form == "int32" for name in step.inputs)
+    errors = FloatErrors(integers.program, set(step.outputs), half=half)
+    seen: dict[str, Tensor] = {}
+    errors.run(integers, x)
+    integers.run(x, observe=lambda s, _, made: seen.update(zip(s.outputs, made, strict=True)))
+    terms = [seen[n].double() * s for n, s in zip(step.inputs, step.scales, strict=True)]
+    real = [term.half() if half else term.float() for term in terms]
+    off = (sum(real).double() - sum(terms)).abs().numpy()
+    assert np.mean(off <= errors.errors[step.outputs[0]]) > 0.995
+
+
 SUMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Any], Any]]] = {
     "mean": (lambda y: y.mean(1, keepdim=True), lambda y: y / np.float32(4096)),
     "sum": (lambda y: y.sum(1, keepdim=True), lambda y: y),

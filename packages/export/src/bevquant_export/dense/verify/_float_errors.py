@@ -15,8 +15,10 @@ from bevquant_export.dense._source import QdqProgram, inputs_of
 from bevquant_export.dense.nodes._graph import Array
 from bevquant_export.dense.verify._rounding_boundary import UNIT, per_channel
 from bevquant_graph import op_spec, refilled
+from bevquant_int8sim import dequantize
 from bevquant_int8sim.program import (
     ROUNDINGS,
+    Add,
     Conv,
     ConvTranspose,
     Dense,
@@ -70,8 +72,9 @@ class FloatErrors:
     beside one run of the program. The error is four times the root mean square of the effect, and
     1.5 times the largest effect at least. Integers are not perturbed: each piece of a file reads
     the model's. Float results of layers are perturbed by the spread of their sums (`_deviations`),
-    which rounding of the result does not show where terms cancel, and float sums and products by
-    theirs, as runtimes add in orders of their own. The random numbers are the same for each file.
+    which rounding of the result does not show where terms cancel, float sums and products by
+    theirs, as runtimes add in orders of their own, and sums of integers by those of their terms.
+    The random numbers are the same for each file.
 
     `wanted` are values whose errors are requested; those of integers are zero. `values` and float64
     `errors` are of the same shapes, for values that exist in every run.
@@ -96,6 +99,14 @@ class FloatErrors:
         self._squares: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
         self._lost: set[str] = set()
+        self._spreads: dict[str, Tensor] = {}  # of accumulators that are added
+        self._added = {
+            name
+            for step in program.steps
+            if isinstance(step, Add) and step.outputs[0] in needed
+            for name in step.inputs
+            if program.values[name].form == "int32"
+        }
         self.values: dict[str, Array] = {}
         self.errors: dict[str, Array] = {}
 
@@ -113,7 +124,7 @@ class FloatErrors:
     def _see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         if step.outputs[0] in self._calls:
             moved = [self._called(step, number) for number in range(_RUNS)]
-        elif isinstance(step, Dense | Matmul):
+        elif isinstance(step, Add | Dense | Matmul):
             moved = self._summed(step, given, made)
         else:
             moved = [made] * _RUNS
@@ -190,15 +201,21 @@ class FloatErrors:
         return torch.addcmul(result, sizes, self._noise(result), value=spread)
 
     def _summed(
-        self, step: Dense | Matmul, given: tuple[Any, ...], made: tuple[Any, ...]
+        self, step: Add | Dense | Matmul, given: tuple[Any, ...], made: tuple[Any, ...]
     ) -> list[tuple[Any, ...]]:
-        """Results of a layer or product with perturbed sums; zeros of a ReLU stay zero."""
+        """Results of a layer, product or sum with perturbed terms; zeros of a ReLU stay zero."""
         name = step.outputs[0]
         form, to = (self._program.values[n].form for n in (step.inputs[0], name))
+        if name in self._added and isinstance(step, Dense) and isinstance(form, Integers):
+            self._spreads[name] = _deviations(step, given[0], form)
         read = name in self._last or name in self._wanted
-        if not read or to != "float" or not isinstance(form, Integers):
+        if not read or to != "float":
             return [made] * _RUNS
-        if isinstance(step, Matmul):
+        if isinstance(step, Add):
+            spread = self._of_terms(step, given) * (made[0] != 0)
+        elif not isinstance(form, Integers):
+            return [made] * _RUNS
+        elif isinstance(step, Matmul):
             terms = given[0].shape[-1]
             spread = step.magnitudes(given) * (step.scale * math.sqrt(terms) * UNIT)
         else:
@@ -210,6 +227,16 @@ class FloatErrors:
         # Uniform numbers up to √3 have a spread of 1.
         spread = spread * 3**0.5
         return [(made[0] + spread * self._noise(spread),) for _ in range(_RUNS)]
+
+    def _of_terms(self, step: Add, given: tuple[Any, ...]) -> Tensor:
+        """Spread of a sum whose terms are rounded to floats before they are added."""
+        squares = torch.zeros(())
+        for name, operand, scale in zip(step.inputs, given, step.scales, strict=True):
+            term = dequantize(operand, scale, axis=step.axis)
+            squares = squares + (term * (self._unit / 3**0.5)).square()
+            if name in self._spreads:
+                squares = squares + self._spreads[name].square()
+        return squares.sqrt()
 
     def _summed_float8(self, layer: Float8Layer, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Result of an FP8 layer with perturbed sums: by √n·2⁻²⁴ of the magnitudes.
