@@ -493,9 +493,19 @@ class Arithmetic(nn.BatchNorm2d):
         return (x - self.running_mean[:, None, None]) * scale[:, None, None]
 
 
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()]
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
 @pytest.mark.parametrize(
     ("net", "count", "reason"),
     [
+        (Unregistered(), 1, "modules of a list in an nn.ModuleList"),
         (Levels(), 3, "levels.0.0 is shared: it is called 3 times, and serves 3 batch norms"),
         (Again(), 1, "conv is shared: it is called 2 times, and serves 2 batch norms"),
         (Function(), 1, "a product by a function"),

@@ -922,8 +922,36 @@ def test_a_part_under_another_autocast_is_among_the_rest():
     refused = r"autocast makes .*test_capture\.py:\d+ compute in torch\.bfloat16.*enabled=False"
     with pytest.raises(CaptureError, match=refused):
         capture(Region(True), torch.randn(1, 3, 4, 4))
-    with torch.autocast("cpu"), pytest.raises(CaptureError, match=refused):
-        capture(Region(False), torch.randn(1, 3, 4, 4))
+
+
+def test_a_callers_autocast_is_not_in_the_graph():
+    net, x = Region(False).eval(), torch.randn(1, 3, 4, 4)
+    with torch.autocast("cpu"):
+        graph = capture(net, x)
+    assert all(torch.equal(*pair) for pair in zip(graph.replay(x), net(x), strict=True))
+
+
+class CastAlike(nn.Module):
+    """Casts to the type that autocast gave: the graph has the cast, and weights in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        with torch.autocast("cpu"):
+            return self.second(x.to(self.first(x).dtype))
+
+
+def test_a_graph_that_does_not_run_for_autocast_says_so():
+    refused = r"of CastAlike does not run: torch.autocast makes .*compute in torch\.bfloat16"
+    with pytest.raises(CaptureError, match=refused):
+        capture(CastAlike(), torch.randn(1, 3, 4, 4))
+
+
+def test_an_example_on_the_meta_device_is_refused_by_name():
+    with pytest.raises(TypeError, match="example input x is on the meta device, without values"):
+        capture(Region(False), torch.ones(1, 3, 4, 4, device="meta"))
 
 
 def test_a_model_that_does_not_run_is_not_told_to_be_taken_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -48,6 +49,23 @@ def test_layers_agree_within_one_step_on_the_same_inputs(models):
     assert all(s is None or s <= 1 for s in steps)
     assert table.wrong == ()
     assert all(row.values == 3 * table.rows[0].values // 3 for row in table.rows[:1])
+
+
+def test_a_callers_autocast_changes_no_number(models):
+    net, quantized = models
+    x, model = images(0), simulate(quantized, images(0))
+    table, result = compare(net, model, [x]), model(x)
+    with torch.autocast("cpu"):
+        assert str(compare(net, model, [x])) == str(table)
+        assert torch.equal(simulate(quantized, x)(x), result)
+        assert torch.equal(model.run(x)[0], result)
+
+
+def test_a_float_model_of_another_type_is_refused(models):
+    net, quantized = models
+    refused = r"conv1\.weight is torch\.float16 in the float model and torch\.float32"
+    with pytest.raises(ValueError, match=refused):
+        compare(copy.deepcopy(net).half(), quantized, [images(0)])
 
 
 def test_without_values_nothing_was_compared(models):

@@ -160,6 +160,8 @@ def test_other_inputs_than_the_examples():
         model(X, X)
     with pytest.raises(TypeError, match="expected a tensor"):
         model("image")
+    with pytest.raises(TypeError, match=r"^input input: expected a tensor with values"):
+        model(X.to("meta"))
 
 
 @pytest.mark.parametrize("size", [4, 128])  # plain operations, and one pass of compiled ones

@@ -104,7 +104,10 @@ class Reader:
             raise Refused("keeps no running statistics, so it normalises by each batch")
         if self.modules[self.stack(norms[0])[-1]].training:
             raise Refused("is in training mode, so it normalises by each batch; call eval() first")
-        tied = tied_to(self.owners, {p for p in found if p is not None})
+        paths = {p for p in found if p is not None}
+        for constant in paths:
+            self.constant(constant)
+        tied = tied_to(self.owners, paths)
         if tied is not None:
             raise Refused(f"{tied[0]} is tied to {tied[1]}")
         eps: Any = norms[0].args[7]
@@ -112,7 +115,13 @@ class Reader:
 
     def constant(self, path: str) -> Tensor:
         """The parameter or buffer at ``path``."""
-        found: Tensor = operator.attrgetter(path)(self.model)
+        try:
+            found: Tensor = operator.attrgetter(path)(self.model)
+        except AttributeError:  # a name that torch.export gave
+            raise Refused(
+                "its numbers are no parameters or buffers of the model; register them (modules of "
+                "a list in an nn.ModuleList)"
+            ) from None
         return found
 
     # The way back

@@ -37,7 +37,7 @@ from ._operators import ALIASES, OPERATORS, OpSpec, op_spec
 from ._own_inputs import own_inputs
 from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
-from ._quiet import evaluation, quiet
+from ._quiet import evaluation, quiet, without_autocast
 from ._read_members import ReadMembers, in_order, rearranged
 from ._registrations import registered_once
 from ._signature import (
@@ -135,5 +135,6 @@ __all__ = [
     "state_kept",
     "trace_around",
     "with_memory",
+    "without_autocast",
     "zero_padding",
 ]

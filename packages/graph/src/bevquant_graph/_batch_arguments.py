@@ -14,7 +14,7 @@ from ._frames import frames_of, one_example
 from ._kinds import run_on
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
-from ._signature import Arguments, Leaf, entries, flatten, is_sparse_tensor
+from ._signature import Arguments, Leaf, entries, flatten, is_sparse_tensor, place_name
 from ._state import called, state_kept
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -63,7 +63,17 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
     # Tuples of tensors may be frames or arguments: runs of the forward decide.
     if frames is not None and (_mixed(frames) or _are_frames(model, batch, frames[0])):
         return one_example(model, frames)
-    return _one_call(model, batch, example)
+    given = _one_call(model, batch, example)
+    if example:
+        leaves, tree = flatten(given)
+        places = (place for place, entry in entries(tree) if isinstance(entry, Leaf))
+        for place, value in zip(places, leaves, strict=True):
+            if isinstance(value, Tensor) and value.is_meta:
+                raise TypeError(
+                    f"example input {place_name(model, place)} is on the meta device, without "
+                    "values; give a tensor of a real frame"
+                )
+    return given
 
 
 def _one_call(model: nn.Module, batch: Any, example: bool) -> Arguments:

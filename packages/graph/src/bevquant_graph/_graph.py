@@ -340,7 +340,15 @@ class Graph:
                     "bevquant_graph.with_memory(model, frames), which makes such values inputs and "
                     "results"
                 )
-            made = self._run(own_inputs(leaves))
+            try:
+                made = self._run(own_inputs(leaves))
+            except RuntimeError as error:
+                problem = lower_precision(lambda: self._called(given))
+                if not problem:
+                    raise
+                raise CaptureError(
+                    f"the graph of {type(self.model).__name__} does not run: {problem}"
+                ) from error
         values = [v for v in made if isinstance(v, Tensor)]
         tensors = [v for v in wanted if isinstance(v, Tensor)]
         if len(values) != len(tensors):

@@ -86,17 +86,37 @@ def _say_nothing(*_: object, **__: object) -> None:
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Set every module to evaluation mode, and back to its own mode afterwards.
 
-    Attention runs in the form that torch traces, without torch's fused form.
+    Attention runs in the form that torch traces, without torch's fused form. A caller's
+    `torch.autocast` does not apply.
     """
     check_kind(model, nn.Module, "a torch module")
     modes = {module: module.training for module in model.modules()}
-    with _without_fast_path():
+    with _without_fast_path(), without_autocast():
         model.eval()
         try:
             yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the types of the tensors, also inside of a caller's `torch.autocast`.
+
+    A graph, an integer model and a file have no autocast: results compared with theirs, or
+    computed as theirs, need the same types.
+
+    Example:
+        >>> with torch.autocast("cpu"), without_autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.float32
+    """
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 _PATHS: list[bool] = []  # torch's setting before the first of the threads that are inside

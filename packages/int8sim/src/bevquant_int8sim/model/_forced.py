@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from bevquant_graph import OPAQUE, check_kind, op_spec, own_inputs
+from bevquant_graph import OPAQUE, check_kind, op_spec, own_inputs, without_autocast
 from bevquant_int8sim._sample import sampling_error
 from bevquant_int8sim.model._choices import Choices
 from bevquant_int8sim.model._float_sparse import OpaqueCall
@@ -137,6 +137,7 @@ class ForcedRun:
         """Called behind each node, with its values, the integer model's and the runs' results."""
         raise NotImplementedError
 
+    @without_autocast()
     def follow(
         self, batch: Any, *models: nn.Module, returned: Sequence[Returned | None] = ()
     ) -> list[Any]:

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_graph import Sizes, arguments, check_guards, is_sparse_tensor
+from bevquant_graph import (
+    Sizes,
+    arguments,
+    check_guards,
+    is_sparse_tensor,
+    without_autocast,
+)
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._chains import convolutions
 from bevquant_int8sim.model._coords import Coords, SparseOutput, coords_of
@@ -130,6 +136,7 @@ class IntegerModel:
         return 1 - sum(fallback.share or 0 for fallback in self.float_fallbacks)
 
     @eager
+    @without_autocast()
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on one set of inputs, structured like the example inputs.
@@ -187,6 +194,7 @@ class IntegerModel:
         return batch if self.source is None else self.source.graph.inputs_of(batch)
 
     @eager
+    @without_autocast()
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
     ) -> tuple[Any, dict[str, Recorded]]:
@@ -237,6 +245,11 @@ class IntegerModel:
                 sizes[f"{coords}.batch_size"] = int(value.batch_size)
                 sizes[f"{coords}.spatial_shape"] = tuple(map(int, value.spatial_shape))
             if isinstance(values[name], Tensor):
+                if values[name].is_meta:
+                    raise TypeError(
+                        f"input {name}: expected a tensor with values, got one on the meta device; "
+                        "give a tensor of a real frame"
+                    )
                 sizes[name] = tuple(values[name].shape)
             elif isinstance(value, int):
                 sizes[name] = value

@@ -94,6 +94,11 @@ class GraphRun:
                     f"{tuple(known.shape)} in the calibrated one; give the folded float model that "
                     "was quantized"
                 )
+            if known is not None and known.dtype != given.dtype:
+                raise ValueError(
+                    f"compare: {path} is {given.dtype} in the float model and {known.dtype} in the "
+                    f"calibrated one; give the float model in {known.dtype} (call .to() on a copy)"
+                )
             return given
         if self.floats and not node.name.startswith("c_") and "_quantizer" not in str(path):
             raise ValueError(
