@@ -257,6 +257,7 @@ CHOICES: dict[str, Any] = {
     "sort": lambda x, score: x[score.sort(descending=True)[1][:200]],
     "argsort": lambda x, score: x[score.argsort()[2000:][800:]],
     "argmax": lambda x, score: x[score.view(-1, 10).argmax(1) + 10 * torch.arange(300)],
+    "max": lambda x, score: x[score.view(-1, 10).max(1)[1] + 10 * torch.arange(300)],
     "mask": lambda x, score: x[score > 0],
     "masked": lambda x, score: x.masked_select((score > 0)[:, None]).view(-1, 16),
     "places": lambda x, score: x[torch.where(score > 0)[0]],

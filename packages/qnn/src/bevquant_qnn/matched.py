@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 Matched = tuple[int, int, int]
 """Objects that both runs choose, and the number that each one chooses."""
@@ -76,6 +77,9 @@ def fewest(counts: Iterable[Matched]) -> Matched:
 
 _ATEN: Any = torch.ops.aten
 _RANKS = frozenset((_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable))
+_EXTREMES = frozenset(
+    (_ATEN.max.dim, _ATEN.min.dim, _ATEN.kthvalue.default, _ATEN.median.dim, _ATEN.mode.default)
+)
 _ARGUMENTS = frozenset((_ATEN.argmax.default, _ATEN.argmin.default))
 _MASKED = frozenset((_ATEN.index.Tensor, _ATEN.masked_select.default))
 _KEPT = frozenset(("aten::nonzero", "torchvision::nms"))
@@ -85,6 +89,8 @@ _MODES = ("__torch_function__", "__torch_dispatch__")
 
 class Choices(TorchDispatchMode):
     """Records a run's choices: indices of `topk`, `sort`, `argmax`, `nonzero`, and masks of rows.
+
+    Indices of `max(dim)`, `min(dim)` and their likes are a choice where an operator reads them.
 
     Choices of Python code are recorded where they reach tensors: indices and masks made of lists
     or arrays, the number in ``x[i]``, and conditions (``if score > 0.3``). They belong to a line of
@@ -118,6 +124,8 @@ class Choices(TorchDispatchMode):
         self.differ = False
         self._fewest: list[Matched] = []
         self._orders: dict[int, tuple[Tensor, Tensor, int]] = {}  # also holds what the id is of
+        # Indices of `max(dim)` and its likes: many forwards read the values alone, and choose nothing.
+        self._extremes: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._numbers: defaultdict[str, list[int]] = defaultdict(list)
         self._other_numbers: set[str] = set()
 
@@ -135,12 +143,16 @@ class Choices(TorchDispatchMode):
     ) -> Any:
         """Run one operator, with the choice of the run ahead."""
         kwargs = kwargs or {}
+        if self._extremes:
+            args = tree_map(self._if_extreme, args)
         if func in _MASKED:
             return func(args[0], self._masks(args[1]), *args[2:], **kwargs)
         if func is _ATEN.select.int:
             x, axis, index = args
             return func(x, axis, self._number(index, x.shape[axis], "index"))
         made = func(*args, **kwargs)
+        if func in _EXTREMES and args[0].is_floating_point():
+            self._extremes[id(made[1])] = made[1], []
         if func is _ATEN._local_scalar_dense.default and isinstance(made, bool):
             return self._number(made, 2, "condition")
         if func is _ATEN.lift_fresh.default and made.dtype in (torch.int64, torch.bool):
@@ -163,6 +175,13 @@ class Choices(TorchDispatchMode):
             return made
         self._note_order(index, made[1], axis)
         return args[0].take_along_dim(index, axis), index
+
+    def _if_extreme(self, value: Any) -> Any:
+        """The value, or of an index of `max(dim)` that is read now the choice."""
+        own, chosen = self._extremes.get(id(value), (None, []))
+        if own is not None and not chosen:
+            chosen.append(self._chosen(own, values))
+        return value if own is None else chosen[0]
 
     def _masks(self, indices: Any) -> Any:
         if isinstance(indices, Tensor):
