@@ -138,6 +138,13 @@ class Sum(nn.Module):
         return self.one(x) + self.other(x)
 
 
+def test_inputs_of_another_type_than_the_files_are_refused(tmp_path: Path) -> None:
+    net, x = net_of_two()
+    file = export_qdq_onnx(net, x, tmp_path / "n.onnx", "onnxruntime", verify=False)
+    with pytest.raises(ValueError, match=r"input input is float16, and n\.onnx takes float32"):
+        compare_qdq_onnx(file, simulate(net, x), x.half())
+
+
 def test_an_integer_model_that_no_file_can_be_written_from(tmp_path: Path) -> None:
     x = torch.randn(1, 3, 8, 8)
     config = QuantConfig(quantize_add=False)

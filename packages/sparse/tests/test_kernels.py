@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from bevquant_sparse import (
     Rulebook,
@@ -116,6 +118,17 @@ def test_copies_and_pickles_keep_the_kernels(model, x):
         assert conv.weight is not model[0].weight
         pool = pickle.loads(pickle.dumps(model[8]))
         assert type(pool) is type(model[8])
+
+
+def test_a_parametrized_convolution_goes_back_to_these_kernels(model, x):
+    weight_norm(model[0])
+    use_bevquant_kernels(model)
+    with torch.no_grad():
+        expected = model(x).features
+        assert torch.equal(copy.deepcopy(model)(x).features, expected)
+        parametrize.remove_parametrizations(model[0], "weight")
+        assert use_bevquant_kernels(model) == []
+        torch.testing.assert_close(model(x).features, expected)
 
 
 @pytest.mark.bits

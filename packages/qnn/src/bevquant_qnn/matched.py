@@ -124,7 +124,7 @@ class Choices(TorchDispatchMode):
         self.differ = False
         self._fewest: list[Matched] = []
         self._orders: dict[int, tuple[Tensor, Tensor, int]] = {}  # also holds what the id is of
-        # Indices of `max(dim)` and its likes: many forwards read the values alone, and choose nothing.
+        # Indices of `max(dim)` and its likes. Many forwards read the values alone: no choice.
         self._extremes: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._numbers: defaultdict[str, list[int]] = defaultdict(list)
         self._other_numbers: set[str] = set()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from bevquant_sparse._modules import is_sparse_conv, known_layout, library_name
 from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
@@ -64,7 +65,13 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
                 continue
         elif _pool_class(cls) is None:
             continue
-        module.__class__ = _kernel_class(cls)
+        if parametrize.is_parametrized(module):
+            # torch finds the class to go back to as the first base: the one with these kernels.
+            stock = parametrize.type_before_parametrizations(module)
+            own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+            module.__class__ = type(cls.__name__, (_kernel_class(stock),), own)
+        else:
+            module.__class__ = _kernel_class(cls)
         register_tensor_of(cls)
         changed.append(path)
     for key, paths in shared_keys(model).items():

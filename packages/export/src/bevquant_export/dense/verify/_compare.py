@@ -109,11 +109,12 @@ def compare_qdq_onnx(
     """
     check_kind(file, QdqFile, "what export_qdq_onnx returned")
     args = _in_order(file, example_of(model, args))
+    with reading(file.path, "compare_qdq_onnx"):
+        proto = upgraded_opset(load_model(file.path, external_data=False))
+    _check_types(file, proto, args)
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
-    with reading(file.path, "compare_qdq_onnx"):
-        upgraded_opset(load_model(file.path, external_data=False))
     content = file.path.read_bytes()
 
     def run_in(proto: Any, runner: str) -> Any:
@@ -131,6 +132,24 @@ def compare_qdq_onnx(
                 f"{error}; export again with a frame like this one"
             ) from error
     return rows
+
+
+def _check_types(file: QdqFile, proto: Any, args: Any) -> None:
+    """Refuse tensors of other types than the file's inputs; it was written from another graph."""
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    kinds = {p.name: p.type.tensor_type.elem_type for p in proto.graph.input}
+    for name, value in tensors_by_input(file, args).items():
+        if name not in kinds or not isinstance(value, Tensor):
+            continue
+        kind = tensor_dtype_to_np_dtype(kinds[name]).name
+        came = str(value.dtype).removeprefix("torch.")
+        # Inputs in half precision are rounded from float32 here.
+        if came != kind and not (came == "float32" and "float" in kind):
+            raise ValueError(
+                f"compare_qdq_onnx: input {name} is {came}, and {file.path.name} takes {kind}; "
+                f"cast it (.to(torch.{kind})), or export again with a frame like this one"
+            )
 
 
 def _of_onnxruntime(error: Exception) -> bool:
