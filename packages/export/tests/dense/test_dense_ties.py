@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
+from bevquant_export.dense._source import program_of
+from bevquant_export.dense.verify import _compare
+from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary, products_at
 from bevquant_int8sim import program, simulate
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
@@ -353,6 +357,29 @@ def test_a_norm_in_half_precision_is_off_by_its_terms(
     (row,) = (r for r in compare_qdq_onnx(file, model, x) if r.path == "norm")
     assert row.different > 100
     assert (row.unexplained == 0) == (not wrong)
+
+
+def test_errors_of_floats_are_found_where_a_verdict_depends_on_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16) * 0.1
+    model = quantize_model(
+        NormOfTwo("layer").eval(), QuantConfig(exclude=("norm",)), example_inputs=x
+    ).model.eval()
+    calibrate(model, [x])
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11", verify=False)
+    apart = partial(
+        _compare.departing, file, file.path.read_bytes(), program_of(model, x, verify=False), (x,),
+        integer_sums=False, inputs="the example",
+    )  # fmt: skip
+    run = FloatErrors.run
+    with mock.patch.object(FloatErrors, "run", autospec=True, side_effect=run) as runs:
+        assert not apart()
+        assert runs.called
+        runs.reset_mock()
+        apart(found=set(file.integers.values()))
+        with mock.patch.object(_compare, "_HALVES", 1.0):  # a step off is allowed anywhere
+            assert not apart()
+        assert not runs.called
 
 
 class Neighbours(nn.Module):

@@ -325,6 +325,26 @@ def test_rows_that_rounding_chooses_have_no_error_and_readers_those_of_the_model
     assert found == [True, True, False]
 
 
+def test_further_runs_follow_the_rest_up_to_its_last_step(calibrated: Fixture) -> None:
+    x = torch.randn(60, 6)
+    integers = simulate(calibrated(Between(lambda y: F.gelu(y).tanh(), 8), x), x)
+    made = {step.called: step.outputs[0] for step in integers.steps}
+    errors = FloatErrors(integers.program, {made["gelu"], made["tanh"]}, half=False)
+    errors.run(integers, x)
+    gelu, tanh = (errors.errors[made[name]] for name in ("gelu", "tanh"))
+    errors.only({made["gelu"]})
+    run, seen = integers.run, list[str]()
+
+    def observed(args: Any, *, observe: Any) -> Any:
+        return run(args, observe=lambda step, *v: (seen.append(step.called), observe(step, *v)))
+
+    with mock.patch.object(integers, "run", observed):
+        errors.run(integers, x)
+    assert seen[-1] == "gelu"
+    assert errors.errors[made["tanh"]] is tanh
+    assert (errors.errors[made["gelu"]] != gelu).any()
+
+
 def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:
     x = torch.randn(2, 5, 6)
     integers = simulate(calibrated(Between(F.gelu, 8), x), x)

@@ -13,11 +13,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_export import export_float_onnx, export_qdq_onnx, open_onnx
-from bevquant_export.dense.verify._runnable import rounded_session
+from bevquant_export.dense.verify._runnable import reference_evaluator, rounded_session
 from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -148,3 +150,19 @@ def test_quantized_files(name: str, tmp_path: Path) -> None:
     integers = simulate(model, x)
     step = float(model.b._input_quantizer.amax) / 127 * float(model.b.weight.detach().abs().max())
     assert off(made.path, integers, given, 1.5 * step) == {}
+
+
+def test_the_reference_computes_halves_as_onnxs_own() -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((2, 9, 9)).astype(np.float16) for _ in range(2))
+    nodes = [helper.make_node("MatMul", ["a", "b"], ["c"]), helper.make_node("Erf", ["c"], ["d"])]
+    ports = [helper.make_tensor_value_info(n, HALF, (2, 9, 9)) for n in "abcd"]
+    proto = helper.make_model(helper.make_graph(nodes, "g", ports[:2], ports[2:]))
+    ours, theirs = (
+        evaluator(proto).run(None, {"a": a, "b": b})
+        for evaluator in (reference_evaluator, ReferenceEvaluator)
+    )
+    for got, want in zip(ours, theirs, strict=True):
+        assert got.dtype == want.dtype == np.float16
+        assert np.allclose(got, want, rtol=2.0**-9)
+        assert np.mean(got == want) > 0.95

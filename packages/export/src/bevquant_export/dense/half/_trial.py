@@ -200,7 +200,7 @@ def typed_file(
         content, found = typed.proto.SerializeToString(), set[str]()
         for name, inputs in given.items():
             found |= departing(
-                file, content, source.integer, inputs, integer_sums=sums, inputs=name
+                file, content, source.integer, inputs, integer_sums=sums, inputs=name, found=found
             )
         return found
 

@@ -37,6 +37,7 @@ class StableChoices(TorchDispatchMode):
     Attributes:
         ties: How many such calls met equal values next to each other in their order.
         close: How many of them chose between values that are equal up to float32 rounding.
+        called: Whether there were such calls.
 
     Example:
         >>> with StableChoices() as choices:
@@ -49,6 +50,7 @@ class StableChoices(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ties = self.close = 0
+        self.called = False
 
     @property
     def doubt(self) -> str:
@@ -82,6 +84,7 @@ class StableChoices(TorchDispatchMode):
     def _sort(
         self, x: Any, dim: int = -1, descending: bool = False, taken: int = 2**62
     ) -> tuple[Any, Any]:
+        self.called = True
         values, order = _ATEN.sort.stable(x, stable=True, dim=dim, descending=descending)
         if x.dim():
             gaps = values.diff(dim=dim)

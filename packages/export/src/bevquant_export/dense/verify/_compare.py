@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -121,9 +121,10 @@ def compare_qdq_onnx(
         with reading(file.path, "compare_qdq_onnx"):
             return session(proto, runner, lean=True, at_once=AT_ONCE)
 
-    with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError), StableChoices():
+    choices = StableChoices()
+    with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError):
         try:
-            rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
+            rows, _, _ = compared(file, content, integer, args, run_in, choices, outputs=False)
         except Exception as error:
             if not _of_onnxruntime(error):
                 raise
@@ -163,13 +164,16 @@ def compared(
     integer: QdqProgram,
     args: Any,
     run_in: Callable[..., Any],
+    choices: StableChoices,
     *,
     outputs: bool,
+    departs: Callable[[TensorDifference], bool] = lambda row: True,
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
     """Result of `compare_qdq_onnx`, and the float outputs.
 
     Returns the quantized tensors; for each output its value in `integer` and in the file, from the
-    same integers; and the result of `integer`.
+    same integers; and the result of `integer`. Errors of float functions are found for rows that
+    `departs`.
     """
     import onnx
 
@@ -195,17 +199,22 @@ def compared(
                     # The model's maps have channels last, the file's do not.
                     cut.compare(step, name, contiguous(value.cpu()).numpy())
 
-        returned = integer.run(args, observe=see)
+        # Among equal scores the model chooses as ONNX does, so that both can be compared.
+        with choices:
+            returned = integer.run(args, observe=see)
         cut.finish()
-    if wanted := cut.in_doubt():
+    if wanted := cut.in_doubt(departs):
         errors = FloatErrors(integer.program, wanted, half=profile.half)
-        errors.run(integer, args)
-        cut.count_again(errors)
-        # Six values estimate a spread to 30 %, and single values lie outside by chance.
-        if cut.leaves_few():
-            for _ in range(4):
-                errors.run(integer, args)
+        # Every operator of torch takes several times longer within.
+        with choices if choices.called else nullcontext():
+            errors.run(integer, args)
             cut.count_again(errors)
+            # Six values estimate a spread to 30 %, and single values lie outside by chance.
+            if cut.leaves_few():
+                errors.only(cut.in_doubt(departs))
+                for _ in range(4):
+                    errors.run(integer, args)
+                cut.count_again(errors)
     rows, results = cut.rows(), cut.floats
     floats = {
         name: (value.detach().cpu().numpy(), results[name])
@@ -227,9 +236,11 @@ def verified(
         made, ran = any_session(proto, runner, at_once=AT_ONCE)
         return made
 
-    # Among equal scores the model chooses as ONNX does, so that both can be compared.
-    with StableChoices() as choices, _run_by_onnxruntime("the example inputs"):
-        rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
+    choices = StableChoices()
+    with _run_by_onnxruntime("the example inputs"):
+        rows, outputs, returned = compared(
+            file, content, integer, args, run_in, choices, outputs=True
+        )
     # Every operation has read the integer model's integers, so differences do not accumulate.
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
         raise QdqError(
@@ -258,21 +269,28 @@ def departing(
     *,
     integer_sums: bool,
     inputs: str,
+    found: Collection[str] = (),
 ) -> set[str]:
     """Tensors of a file that differ from the integer model by more than `verified` allows.
 
-    The program accepts `args` (`refusal`); `inputs` is their name in messages.
+    The program accepts `args` (`refusal`); `inputs` is their name in messages. Differences of
+    `found` need no explanation.
     """
 
     def run_in(proto: Any, runner: str) -> Any:
         # onnxruntime computes chains of float16 in float32 on CPUs, the reference does not.
         return rounded_session(proto) or any_session(proto, runner, at_once=AT_ONCE)[0]
 
-    with StableChoices(), _run_by_onnxruntime(inputs):
-        rows, outputs, _ = compared(file, content, integer, args, run_in, outputs=True)
-    found = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
+    def departs(row: TensorDifference) -> bool:
+        return row.tensor not in found and _departs(file, integer, row, integer_sums=integer_sums)
+
+    with _run_by_onnxruntime(inputs):
+        rows, outputs, _ = compared(
+            file, content, integer, args, run_in, StableChoices(), outputs=True, departs=departs
+        )
+    apart = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
     # A choice that half precision swaps is computed in float32.
-    return {tensor for tensor, _ in found} | {row.tensor for row in _swapped(file, rows)}
+    return {tensor for tensor, _ in apart} | {row.tensor for row in _swapped(file, rows)}
 
 
 def _swapped(file: QdqFile, rows: tuple[TensorDifference, ...]) -> list[TensorDifference]:
@@ -310,6 +328,21 @@ def _line(file: QdqFile, integer: QdqProgram, tensor: str) -> str:
     return f", {found}" if found else ""
 
 
+def _departs(
+    file: QdqFile, integer: QdqProgram, row: TensorDifference, *, integer_sums: bool
+) -> bool:
+    """Whether a tensor of the file differs by more than allowed."""
+    profile, own_floats = profile_of(file.profile), integer_model(integer) is None
+    share = _HALVES if profile.half else 0.0
+    if own_floats:
+        share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
+    # A sum whose accumulators were quantized first may be off by one step anywhere.
+    most = 1.0 if integer_sums and own_floats and row.op == "add" else share
+    # Downstream of float functions, a few values may be off by one step without being ties.
+    few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
+    return row.is_wrong and not (most and few)
+
+
 def _departures(
     file: QdqFile,
     integer: QdqProgram,
@@ -319,17 +352,8 @@ def _departures(
     integer_sums: bool,
 ) -> Iterator[tuple[str, str]]:
     """Tensors of the file with a larger difference than allowed, and that difference."""
-    profile = profile_of(file.profile)
-    share = _HALVES if profile.half else 0.0
-    if integer_model(integer) is None:
-        share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
-    rounded_sums = integer_sums and integer_model(integer) is None
     for row in rows:
-        # A sum whose accumulators were quantized first may be off by one step anywhere.
-        most = 1.0 if rounded_sums and row.op == "add" else share
-        # Downstream of float functions, a few values may be off by one step without being ties.
-        few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
-        if row.is_wrong and not (most and few):
+        if _departs(file, integer, row, integer_sums=integer_sums):
             yield (
                 row.tensor,
                 f"{row.path or 'a value of the forward'} ({row.op}"
@@ -339,7 +363,7 @@ def _departures(
             )
     for name, (want, got) in outputs.items():
         # 2⁻¹⁰ of the largest value, or noise 40 dB below it.
-        if not alike(want, got, HALF if profile.half else _FLOAT):
+        if not alike(want, got, HALF if profile_of(file.profile).half else _FLOAT):
             yield (
                 name,
                 f"output {name} is not what the integer model returns, though every quantized "

@@ -138,8 +138,14 @@ class CutFile:
         """Each tensor, in the order of the model."""
         return tuple(row for row in self._rows.values() if row is not None)
 
-    def in_doubt(self) -> set[str]:
-        """Roundings with unexplained steps, before errors of float functions are known."""
+    def in_doubt(self, departs: Callable[[TensorDifference], bool]) -> set[str]:
+        """Floats whose errors may explain differences that are not explained, of rows that matter.
+
+        Other doubts are dropped.
+        """
+        left = {row.tensor for row in self.rows() if row.unexplained and departs(row)}
+        self._doubts = {name: doubt for name, doubt in self._doubts.items() if name in left}
+        self._float8_doubts = {n: doubt for n, doubt in self._float8_doubts.items() if n in left}
         read = {read for doubt in self._doubts.values() for read in self._boundary.reads(doubt[0])}
         return read | {doubt[0].args[0].name for doubt in self._float8_doubts.values()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -81,42 +82,50 @@ class FloatErrors:
     """
 
     def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
-        self._program, self._wanted = program, set(wanted)
+        self._program, self._half = program, half
         self._unit = _UNITS * (2.0**-11 if half else UNIT)
-        self._half = half
-        needed = set(wanted)
-        self._last: dict[str, str] = {}  # what is read to the result of its last reader
-        self._calls: set[str] = set()
-        for step in reversed(program.steps):
-            samples = isinstance(step, Sample) and program.values[step.outputs[0]].form == "float"
-            if needed.intersection(step.outputs) and (samples or _is_call(step)):
-                self._calls.add(step.outputs[0])
-                needed.update(step.inputs)
-                for name in step.inputs:
-                    self._last.setdefault(name, step.outputs[0])
-        self._runs, self._random, self._pool = 0, np.random.default_rng(0), torch.empty(0)
+        self.only(wanted)
+        self._runs, self._random, self._pool = 0, np.random.default_rng(0), torch.empty(2, 0)
         self._moved: dict[str, list[Any]] = {}  # the perturbed values
         self._squares: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
         self._lost: set[str] = set()
         self._spreads: dict[str, Tensor] = {}  # of accumulators that are added
-        self._added = {
-            name
-            for step in program.steps
-            if isinstance(step, Add) and step.outputs[0] in needed
-            for name in step.inputs
-            if program.values[name].form == "int32"
-        }
         self.values: dict[str, Array] = {}
         self.errors: dict[str, Array] = {}
+
+    def only(self, wanted: Collection[str]) -> None:
+        """Follow these values alone, all or some of the first ones, in further runs."""
+        self._wanted, needed = set(wanted), set(wanted)
+        self._last: dict[str, str] = {}  # what is read to the result of its last reader
+        self._calls: set[str] = set()
+        self._end = ""  # of the last step that is followed
+        for step in reversed(self._program.steps):
+            if not self._end and needed.intersection(step.outputs):
+                self._end = step.outputs[0]
+            floats = self._program.values[step.outputs[0]].form == "float"
+            samples = isinstance(step, Sample) and floats
+            if needed.intersection(step.outputs) and (samples or _is_call(step)):
+                self._calls.add(step.outputs[0])
+                needed.update(step.inputs)
+                for name in step.inputs:
+                    self._last.setdefault(name, step.outputs[0])
+        self._added = {
+            name
+            for step in self._program.steps
+            if isinstance(step, Add) and step.outputs[0] in needed
+            for name in step.inputs
+            if self._program.values[name].form == "int32"
+        }
 
     def run(self, integer: QdqProgram, args: Any) -> None:
         """Run the program's model on `args`, six perturbed values beside each; again adds six."""
         for name, value in inputs_of(self._program, args):
             self._take(name, value, [value] * _RUNS)
-        integer.run(args, observe=self._see)
+        with suppress(_Complete):
+            integer.run(args, observe=self._see)
         self._runs += _RUNS
-        for name in self._squares.keys() - self._lost:
+        for name in (self._squares.keys() & self._wanted) - self._lost:
             deviation = (self._squares[name] / self._runs).sqrt()
             error = torch.maximum(_DEVIATIONS * deviation, _EFFECTS * self._largest[name])
             self.errors[name] = error.cpu().numpy()
@@ -133,6 +142,8 @@ class FloatErrors:
         for name in step.inputs:
             if self._last.get(name) == step.outputs[0]:
                 self._moved.pop(name, None)
+        if step.outputs[0] == self._end:
+            raise _Complete
 
     def _take(self, name: str, value: Any, moved: list[Any]) -> None:
         # Sizes downstream are those of the rows that the model chose.
@@ -266,20 +277,33 @@ class FloatErrors:
             return refilled(type(value), [self._rounded(item, unit) for item in value])
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return value * torch.add(_ONE, self._noise(value), alpha=unit or self._unit)
+        if unit is None:
+            return value * self._part(value, 1)
+        return value * torch.add(_ONE, self._noise(value), alpha=unit)
 
     def _noise(self, value: Tensor) -> Tensor:
-        """Random numbers in [-1, 1), of the shape of a tensor and on its device; read only.
+        """Random numbers in [-1, 1), of the shape of a tensor and on its device; read only."""
+        return self._part(value, 0)
 
-        Parts of one pool, at random places: to draw each number takes most of the time.
+    def _part(self, value: Tensor, row: int) -> Tensor:
+        """Numbers of a row of the pool, random ones r or 1 + 2ur, at a random place.
+
+        To draw each number takes most of the time.
         """
         count = value.numel()
-        if len(self._pool) < count + _POOL:
+        if self._pool.shape[1] < count + _POOL:
+            self._pool = torch.empty(2, 0)  # of the old one nothing is held
+            self._pool = torch.empty(2, count + 2 * _POOL)
+            drawn, factors = self._pool
             # numpy's take half of the time of torch's.
-            drawn = self._random.random(count + 2 * _POOL, np.float32)
-            self._pool = torch.from_numpy(drawn).mul_(2).sub_(1)
-        start = int(self._random.integers(len(self._pool) - count + 1))
-        return self._pool[start : start + count].view(value.shape).to(value.device)
+            self._random.random(dtype=np.float32, out=drawn.numpy())
+            torch.add(_ONE, drawn.mul_(2).sub_(1), alpha=self._unit, out=factors)
+        start = int(self._random.integers(self._pool.shape[1] - count + 1))
+        return self._pool[row, start : start + count].view(value.shape).to(value.device)
+
+
+class _Complete(Exception):
+    """Ends a run of the program: no later step is followed."""
 
 
 def _defined(value: Any, moved: Any) -> Any:
