@@ -8,6 +8,9 @@
   which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
   been rounded up to the next whole number: a point in the voxel beside its own. ``div`` of integers
   that rounds: by ``floor_divide``; torch's exporter divides them in float32.
+- ``x & c``, ``x | c``, ``x ^ c`` and ``~x`` of integers before operator set 18, with a number c:
+  each run of ones of c, from bit a to bit b, takes ⌊x / 2ᵃ⌋ mod 2ᵇ⁻ᵃ⁺¹ times 2ᵃ, and
+  x | c = x + c − (x & c).
 - ``adaptive_max_pool`` into equal windows: a max pool of that kernel and stride, indices included.
 - ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times the
   kernel's size, over the divisor. torch's exporter leaves the divisor out.
@@ -59,6 +62,7 @@ from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 from bevquant_graph import ALIASES, FunctionCalls
 
 _FIRST_EINSUM = 12  # operator set
+_FIRST_BITWISE = 18
 _MAX_POOL = torch.ops.aten
 _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
@@ -87,6 +91,8 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         forms |= GRID_SAMPLES
     elif opset < FIRST_VOLUME_SAMPLE:
         forms |= VOLUME_SAMPLES
+    if opset < _FIRST_BITWISE:
+        forms |= _BITWISE
     if opset < _FIRST_EINSUM:
         whole = {name: partial(form, whole=True) for name, form in _QUOTIENTS.items()}
         forms |= OLD_SET_FORMS | whole
@@ -383,6 +389,42 @@ def _are_whole(x: Any, y: Any) -> bool:
 
 _QUOTIENTS: dict[str, Callable[..., Tensor | None]] = {
     "remainder": _remainder, "floor_divide": _floor_divide, "div": _div,
+}  # fmt: skip
+
+
+def _and(x: Any, mask: Any) -> Tensor | None:
+    if not isinstance(x, Tensor) or x.is_floating_point() or not x.dtype.is_signed:
+        return None  # masks of truth values too
+    if type(mask) is not int:
+        return None
+    if mask < 0:
+        rest = _and(x, ~mask)
+        return None if rest is None else x - rest
+    if mask > torch.iinfo(x.dtype).max // 2:
+        return None
+    total, low = torch.zeros_like(x), 0
+    while mask >> low:
+        ones = (~(mask >> low) & (mask >> low) + 1).bit_length() - 1
+        if ones:
+            part = torch.floor_divide(x, 2**low) if low else x
+            total = total + torch.remainder(part, 2**ones) * 2**low
+        low += max(ones, 1)
+    return total
+
+
+def _or(x: Any, mask: Any) -> Tensor | None:
+    both = _and(x, mask)
+    return None if both is None else x + mask - both
+
+
+def _xor(x: Any, mask: Any) -> Tensor | None:
+    both = _and(x, mask)
+    return None if both is None else x + mask - both * 2
+
+
+_BITWISE: dict[str, Callable[..., Tensor | None]] = {
+    "bitwise_and": _and, "bitwise_or": _or, "bitwise_xor": _xor,
+    "bitwise_not": lambda x: -1 - x if x.dtype.is_signed else None,
 }  # fmt: skip
 
 

@@ -499,8 +499,10 @@ class Emitter:
         what = step.label
         line = location(self.source.integer, step)
         why = ", ".join(filter(None, (f"value {step.outputs[0]}", line, step.reason, more)))
-        form = self.source.form(step.outputs[0])
-        kind = "integers" if isinstance(form, Integers) else "floats"
+        whole = isinstance(self.source.form(step.outputs[0]), Integers)
+        dtype = self.source.dtype(step.outputs[0])
+        whole = whole or not (dtype.is_floating_point or dtype.is_complex)
+        kind = "masks" if dtype == torch.bool else "integers" if whole else "floats"
         raise QdqError(
             f"{step.path or 'the model'}: {what} of {kind} has no form in profile "
             f"{self.graph.profile.name!r} ({why}); replace it by layers, or export the parts "
