@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,35 @@ def test_an_example_without_frames_is_refused_by_name(model: nn.Module, tmp_path
     with pytest.raises(ValueError, match=message):
         export_float_onnx(nn.Conv2d(3, 4, 1).eval(), torch.zeros(0, 3, 8, 8), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_bits_of_two_tensors_are_refused_as_integers(tmp_path: Path) -> None:
+    class Bits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return self.fc(x) + (n & n.flip(0))
+
+    given = torch.randn(3, 4), torch.arange(12).view(3, 4)
+    model = quantize_model(Bits().eval(), example_inputs=given).model
+    calibrate(model, [given])
+    with pytest.raises(ValueError, match=r"bitwise_and of integers has no form .*BitwiseAnd"):
+        export_qdq_onnx(model, given, tmp_path / "net.onnx", "onnxruntime")
+
+
+@pytest.mark.parametrize("kind", ["float16", "int64"])
+def test_the_checkers_refusal_has_advice_on_halves_where_they_are_the_cause(
+    kind: str, model: nn.Module, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise onnx.checker.ValidationError(f"B has inconsistent type tensor({kind})")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    with pytest.raises(ValueError, match=f"onnx.checker refuses .*{kind}") as error:
+        export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    assert ("model.float()" in str(error.value)) == (kind == "float16")
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt11"])

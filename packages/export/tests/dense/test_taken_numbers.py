@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,7 @@ COMPUTED: dict[str, Between] = {
     "quotient": lambda y, n: y + (torch.div(n << 40, 3, rounding_mode="trunc") % 8).float().sum(),
     "bytes": lambda y, n: y + (n * -300).view(torch.uint8).float().sum() * 0.01,
     "of bytes": lambda y, n: y + (n - 7).view(torch.uint8).view(torch.int64).float().sum(),
+    "bits": lambda y, n: y + ((-n & 6) - (n | 5) + (n ^ -3) + ~n - (n & 0)).float().sum() * 0.1,
     "literal": lambda y, n: y + torch.tensor([n.max().item(), 2]).float().sum(),
     "parts": lambda y, n: torch.cat(y.split([int(n[0]), 12 - int(n[0])], -1)[::-1], -1),
     "padding": lambda y, n: nn.functional.pad(y, (0, int(n.max()))),
@@ -226,6 +228,29 @@ def test_the_number_of_frames_is_a_constant_that_is_checked(profile: str, tmp_pa
     for batch in ((0, 0, 0, 0, 0, 0), (0, 1, 2, 0, 1, 2)):
         with pytest.raises(ValueError, match=r"input coords: .* 2 frames"):
             run(dict(zip(made.inputs, frame(*batch), strict=True)))
+
+
+@pytest.mark.parametrize("numbers", [(0.5, 0.9), (2, 3), (np.ones(2), np.zeros(2))])
+def test_a_frame_with_another_number_than_the_file_is_refused(
+    numbers: tuple[Any, Any], tmp_path: Path
+) -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, metas: Any) -> Tensor:
+            value = metas[0]["t"]
+            return self.fc(x * float(value.sum() if isinstance(value, np.ndarray) else value))
+
+    one, other = ((torch.ones(2, 4), [{"t": number, "name": number}]) for number in numbers)
+    model = quantize_model(Given().eval(), example_inputs=one).model
+    calibrate(model, [one])
+    made = export_qdq_onnx(model, one, tmp_path / "net.onnx", "onnxruntime")
+    assert not any(row.unexplained for row in compare_qdq_onnx(made, model, one))
+    for given in (model, made.integer_model):
+        with pytest.raises(ValueError, match=r"inputs\[1\]\[0\]\['t'\] is .* in net.onnx, got "):
+            compare_qdq_onnx(made, given, other)
 
 
 def test_onnxruntime_itself_ends_a_run_of_other_frames(tmp_path: Path) -> None:

@@ -347,9 +347,13 @@ def _assemble(
     try:
         onnx.checker.check_model(proto, full_check=graph.profile.axis)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        remedy = (
+            ". A layer in float16 or bfloat16 is a probable cause: call model.float() before the "
+            "model is quantized"
+        )
         raise QdqError(
-            f"onnx.checker refuses the model's file: {error}. A layer in float16 or bfloat16 is a "
-            "probable cause: call model.float() before the model is quantized"
+            f"onnx.checker refuses the model's file: {error}"
+            f"{remedy if 'float16' in str(error) else ''}"
         ) from error
     return proto
 

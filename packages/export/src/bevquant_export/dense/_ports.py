@@ -58,7 +58,7 @@ def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]
 def with_names(source: Source, value: Any, names: Iterable[str]) -> Any:
     """A signature or result of the program with the file's names, in the program's order.
 
-    None stands for numbers and sizes.
+    Numbers among the inputs are the file's constants; None stands for others and for sizes.
     """
     order = iter(names)
 
@@ -67,7 +67,9 @@ def with_names(source: Source, value: Any, names: Iterable[str]) -> Any:
             return SparseRef(next(order), next(order))
         if f"{ref.name}[0]" in source.shapes:
             return tuple(Ref(next(order)) for _ in source.shapes[ref.name])
-        return Ref(next(order)) if ref.name in source.shapes else None
+        if ref.name in source.shapes:
+            return Ref(next(order))
+        return source.fixed.get(source.integer.names.get(ref.name, ""))
 
     return replaced(value, named)
 

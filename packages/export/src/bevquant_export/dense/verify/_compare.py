@@ -39,9 +39,17 @@ from bevquant_export.dense.verify._runnable import (
     upgraded_opset,
 )
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import arguments, check_kind, in_order, rearranged, reported_by
+from bevquant_graph import (
+    arguments,
+    check_kind,
+    in_order,
+    members_of,
+    rearranged,
+    reported_by,
+    same_constant,
+)
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import Step, contiguous
+from bevquant_int8sim.program import Ref, SparseRef, Step, contiguous
 
 _FEW = 4
 _FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same integers
@@ -90,8 +98,9 @@ def compare_qdq_onnx(
 
     Raises:
         ImportError: onnxruntime is not installed.
-        ValueError: The file is damaged, the model has other tensors than the file, or onnxruntime
-            stops on these inputs.
+        ValueError: The file is damaged, the model has other tensors than the file, a number or
+            array of the inputs that is a constant of the file is another one, or onnxruntime stops
+            on these inputs.
 
     Example:
         >>> import tempfile, torch
@@ -112,6 +121,8 @@ def compare_qdq_onnx(
     with reading(file.path, "compare_qdq_onnx"):
         proto = upgraded_opset(load_model(file.path, external_data=False))
     _check_types(file, proto, args)
+    for wanted, given in zip(file.signature, arguments(args), strict=True):
+        _refuse_other_constants(file, wanted, given, "inputs")
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
@@ -382,6 +393,23 @@ def _named(name: str, value: Any) -> list[tuple[str, Any]]:
 def _in_order(file: QdqFile, args: Any) -> Any:
     """Inputs with the members of their dictionaries in the order of the file's example."""
     return rearranged(partial(in_order, file.signature), args)
+
+
+def _refuse_other_constants(file: QdqFile, wanted: Any, given: Any, where: str) -> None:
+    """Refuse inputs whose numbers and arrays are others than the file's constants."""
+    if isinstance(wanted, Ref | SparseRef):
+        return
+    is_number = isinstance(wanted, bool | int | float | np.generic | np.ndarray)
+    equal = np.isscalar(wanted) and np.isscalar(given) and wanted == given  # 1 and 1.0
+    if is_number and not equal and not same_constant(wanted, given):
+        raise QdqError(
+            f"{where} is {wanted!r} in {file.path.name}, got {given!r}; give a frame with the "
+            "file's value, or export again with a frame like this one"
+        )
+    own = members_of(given) or {}
+    for key, member in (members_of(wanted) or {}).items():
+        if key in own:
+            _refuse_other_constants(file, member, own[key], f"{where}[{key!r}]")
 
 
 def required_of(file: QdqFile, integer: QdqProgram, args: Any) -> Any:
