@@ -74,8 +74,8 @@ def refuse_decisions(model: IntegerModel, who: str, *, rows: bool = False) -> No
                 f"{who}: {step.args[1]}: the forward decides by a number out of this tensor, or by "
                 "its number of rows (a branch, a loop, a size that must be fixed). The file would "
                 "hold the example's decision for every frame. Keep it a tensor (torch.where, a "
-                "mask, topk(min(k, len(x)))), make it a Python number or a buffer of the model, or "
-                "set the attribute that switches it off",
+                "mask, rows padded to a fixed number, topk(min(k, len(x)))), make it a Python "
+                "number or a buffer of the model, or set the attribute that switches it off",
                 step.args[1],
             )
 

@@ -140,6 +140,11 @@ class Sorting(nn.Module):
         return x.sort(stable=True).values
 
 
+class Decides(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if (x > 2).any() else x
+
+
 def quantized(x: Tensor) -> nn.Module:
     model = quantize_model(nn.Sequential(nn.Linear(3, 3)).eval(), example_inputs=x).model
     calibrate(model, [x])
@@ -152,6 +157,7 @@ def quantized(x: Tensor) -> nn.Module:
         (lambda x: nn.Linear(3, 3).train(), {}, r"the module is in training mode; call eval"),
         (quantized, {}, r"0\._input_quantizer quantizes.*export_qdq_onnx"),
         (lambda x: Sorting().eval(), {}, r"cannot write Sorting: \w+: .*aten\.sort"),
+        (lambda x: Decides().eval(), {}, r"values of a tensor \(.*\.py:\d+\)\..*torch\.where"),
         (lambda x: nn.ReLU().eval(), {"opset": 13}, r"opset=13: expected 18 or more"),
         (lambda x: nn.ReLU().eval(), {"input_names": []}, r"input_names=\[\]: expected 1"),
         (lambda x: nn.ReLU().eval(), {"output_names": ["a", "a"]}, r"expected 1 different names"),

@@ -496,7 +496,8 @@ class Graph:
         raise ValueError(
             f"{type(self.model).__name__}: its forward decides by a number that it takes out of a "
             f"tensor, or by its number of rows ({self.required(requirement)}), and the example's "
-            "decision is another one; capture again with inputs like these"
+            "decision is another one; capture again with inputs like these, or keep it a tensor "
+            "(torch.where, a mask, rows padded to a fixed number)"
         )
 
     def _departure(self, given: Arguments) -> str:

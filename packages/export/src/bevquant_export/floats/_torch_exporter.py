@@ -78,9 +78,14 @@ def exported(
                 f"export_float_onnx: a package of torch's exporter is missing ({_origin(error)}): "
                 "pip install onnxscript"
             ) from error
+        remedy, origin = "replace what it names by operations that ONNX has", _origin(error)
+        if type(origin).__name__ == "GuardOnDataDependentSymNode":
+            remedy = (
+                f"the forward decides by values of a tensor{_line(origin)}. Keep it a tensor "
+                "(torch.where, a mask, rows padded to a fixed number)"
+            )
         raise FloatFileError(
-            f"torch's exporter cannot write {type(module).__name__}: "
-            f"{_reason(error)}; replace what it names by operations that ONNX has"
+            f"torch's exporter cannot write {type(module).__name__}: {_reason(error)}; {remedy}"
         ) from error
     assert program is not None
     proto = program.model_proto
@@ -112,6 +117,13 @@ def _reason(error: BaseException) -> str:
     """The first line of the error that all others came from."""
     error = _origin(error)
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _line(error: BaseException) -> str:
+    """`` (file:line)`` of the forward's call that torch.export names; "" where it names none."""
+    call = str(error).partition("The following call raised this error:")[2]
+    found = re.findall(r'File "(.+)", line (\d+)', call)
+    return f" ({':'.join(found[-1])})" if found else ""
 
 
 def _name_nodes(graph: Any) -> None:

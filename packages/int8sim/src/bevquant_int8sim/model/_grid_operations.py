@@ -49,7 +49,7 @@ def require(met: Any, where: str) -> bool:
         raise ValueError(
             f"{where}: the forward decides by a number that it takes out of this tensor, or by its "
             "number of rows, and the example's decision is another one; simulate again with inputs "
-            "like these"
+            "like these, or keep it a tensor (torch.where, a mask, rows padded to a fixed number)"
         )
     return True
 
