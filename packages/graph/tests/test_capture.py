@@ -9,6 +9,7 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -425,6 +426,20 @@ class Best(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = x[x > 0]
         return scores.topk(max(1, min(10, self.count(scores))))[0] * 2
+
+
+def test_rows_are_counted_in_a_file_that_is_in_no_list_of_modules(tmp_path: Path) -> None:
+    # As `exec_module` of importlib runs a file that nobody adds to `sys.modules`.
+    text = """
+class Net(nn.Module):
+    def forward(self, x):
+        kept = x[x > 0]
+        return x * 2 if len(kept) == 0 else kept * 2
+"""
+    scope = {"nn": nn, "__name__": "unlisted"}
+    exec(compile(text, tmp_path / "net.py", "exec"), scope)
+    graph = capture(scope["Net"](), torch.tensor([1.0, -1.0, 2.0]))
+    assert graph.replay(torch.tensor([3.0, -1.0])).tolist() == [6.0]
 
 
 @pytest.mark.parametrize("count", [lambda x: len(x), lambda x: x.shape[0], Tensor.numel])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import compress
 from threading import get_ident
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -226,8 +226,9 @@ def open_lengths(
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
+    scopes = {id(scope): scope for scope in (*_scopes(packages), *_unlisted_scopes(classes))}
     # A module with a `len` of its own means that one, as with `int` below.
-    found = [scope for scope in _scopes(packages) if "len" not in scope]
+    found = [scope for scope in scopes.values() if "len" not in scope]
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
 
@@ -275,6 +276,14 @@ def _scopes(packages: set[str]) -> Iterator[_Scope]:
     for package in packages:
         modules = [sys.modules.get(name) for name in _MODULES[package]]
         yield from (vars(module) for module in modules if isinstance(module, ModuleType))
+
+
+def _unlisted_scopes(classes: Iterable[type]) -> Iterator[_Scope]:
+    """Globals of the classes' functions, also of files that were run without an entry in `sys`."""
+    for cls in classes:
+        for function in vars(cls).values():
+            if isinstance(function, FunctionType) and is_authors(function.__code__.co_filename):
+                yield function.__globals__
 
 
 def _takes_integers(frame: FrameType) -> bool:
