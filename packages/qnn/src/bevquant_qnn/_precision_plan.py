@@ -12,13 +12,13 @@ import msgspec
 from torch import nn
 
 from bevquant_graph import HtmlTable, check_kind, ordinary_tensors
+from bevquant_qnn._freeze import weights_read
 from bevquant_qnn._precision import (
     REASONS,
     Precision,
-    block_axis_of,
     check_precisions,
     put,
-    setting_at,
+    settings_at,
 )
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_qnn._result import SkippedModule
@@ -184,9 +184,10 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     (E4M3) enable them with that format; ``"mxfp8"``, ``"mxfp4"`` and ``"nvfp4"`` those of linear
     layers and convolutions of 1×1, whose input channels form the blocks. Where it changes, a range
     is searched again in the calibrator's values (mse up to 8 bits, the largest value above and for
-    blocks), so the model is the measured one. A model without calibration is calibrated by the plan
-    later. `calibrate`, `freeze`, the integer simulation and the exporters follow the quantizers'
-    states.
+    blocks), so the model is the measured one. Of FP8 weights it is the one of least squared error
+    within the octave above the largest weight. A model without calibration is calibrated by the
+    plan later. `calibrate`, `freeze`, the integer simulation and the exporters follow the
+    quantizers' states.
 
     Args:
         model: From `quantize_model`.
@@ -210,14 +211,13 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
             f"apply_precision: the plan does not fit the model ({'; '.join(sorted(problems))}); "
             "nothing was changed. Make it from this model, quantized with the same example_inputs"
         )
-    settings = []
-    for group in groups:
-        precision = planned[frozenset(group.modules)]
-        axis = block_axis_of(model, group, precision)
-        settings.append((group, {
-            q: setting_at(q, precision, weight=q in group.weights, block_axis=axis)
-            for q in group.quantizers
-        }))  # fmt: skip
+    weights = weights_read(model)
+    settings = [
+        (group, settings_at(
+            model, group, planned[frozenset(group.modules)], weights, group.quantizers
+        ))
+        for group in groups
+    ]  # fmt: skip
     changed = []
     for group, chosen in settings:
         before = [(q._disabled, q.num_bits) for q in chosen]

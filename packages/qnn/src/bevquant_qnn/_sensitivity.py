@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_graph import Forward, checked_batches, is_sparse_tensor, leaves, on_batch
+from bevquant_qnn._freeze import weights_read
 from bevquant_qnn._matmul import QuantMatmul
 from bevquant_qnn._precision import (
     Precision,
     Setting,
-    block_axis_of,
     check_precisions,
     own_precision,
     own_setting,
     set_for_now,
-    setting_at,
+    settings_at,
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._ranks import Kept, deal_out
@@ -131,14 +131,11 @@ class Trial:
         self._active = active
         self.off = {q: own_setting(q, disabled=True) for q in quantizers}
         self.on = {q: own_setting(q, disabled=False) for q in quantizers}
+        weights = weights_read(model)
         self.at: dict[tuple[int, str], Settings] = {
-            (i, name): {
-                q: setting_at(q, name, weight=q in self.groups[i].weights, block_axis=axis)
-                for q in held
-            }
+            (i, name): settings_at(model, self.groups[i], name, weights, held)
             for i, held in enumerate(active)
             for name in self._wanted[i]
-            for axis in [block_axis_of(model, self.groups[i], name)]
         }
 
     def measure(
