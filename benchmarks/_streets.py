@@ -58,6 +58,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "W8A8": {},
     "W8A8-unsigned": {"unsigned": True},
     "FP8": {"plan": "fp8"},
+    "FP8-bias": {"plan": "fp8", "bias_correction": True},
     "FP8-gptq": {"plan": "fp8", **ROUNDED},
     "W4A8": W4A8,
     "W4A8-head": {**W4A8, "quantize_head": True, "output_weight_bits": 4},

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
-import torch
 from torch import Tensor, nn
 
 from bevquant_graph import layer_class
@@ -21,8 +20,6 @@ Precision = Literal["int4", "int8", "int16", "w4a4", "fp8", "mxfp8", "mxfp4", "n
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
 """Formats with a scale for each block of input channels."""
-
-_TRIES = 16  # ranges of FP8 weights within an octave
 
 # (bits of activations, bits of weights). Integer kernels of 16 bits take weights of 8; FP8 is E4M3.
 _BITS: Mapping[str, tuple[NumBits, NumBits]] = MappingProxyType(
@@ -110,35 +107,28 @@ def settings_at(
     model: nn.Module,
     group: PrecisionGroup,
     precision: str,
-    weights: Mapping[nn.Module, Tensor],
     quantizers: Iterable[TensorQuantizer],
 ) -> dict[TensorQuantizer, Setting]:
     """Return the settings of a group's `quantizers` at `precision`.
 
-    At other bits a range is searched again: of activations in the calibrator's histogram, if that
-    has values, of weights in FP8 among `weights`, those that the quantizers read.
+    At other bits a range is searched again in its calibrator's histogram, if that has values.
     """
     axis = block_axis_of(model, group, precision)
-    return {
-        q: _setting_at(q, precision, q in group.weights, weights.get(q), axis) for q in quantizers
-    }
+    return {q: _setting_at(q, precision, q in group.weights, axis) for q in quantizers}
 
 
 def _setting_at(
-    quantizer: TensorQuantizer, precision: str, of_weight: bool, weight: Tensor | None, axis: int
+    quantizer: TensorQuantizer, precision: str, weight: bool, block_axis: int
 ) -> Setting:
     if precision == "float":
         return own_setting(quantizer, disabled=True)
-    bits = _BITS[precision][1 if of_weight else 0]
+    bits = _BITS[precision][1 if weight else 0]
     amax = quantizer.amax
     if bits != quantizer.num_bits and amax is not None:
-        if weight is not None and {(4, 3), (5, 2)}.intersection((bits, quantizer.num_bits)):
-            amax = _range_of(weight, bits, amax)
-        else:
-            amax = _searched(quantizer, bits, amax)
+        amax = _searched(quantizer, bits, amax)
     # Beyond 8 bits and in FP8 it is signed.
     unsigned = quantizer.unsigned and _may_be_unsigned(bits)
-    return Setting(False, bits, amax, axis, unsigned)
+    return Setting(False, bits, amax, block_axis, unsigned)
 
 
 def own_setting(quantizer: TensorQuantizer, *, disabled: bool) -> Setting:
@@ -168,29 +158,6 @@ def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
     if found is None or not bool(found.any()):
         return now
     return found.detach().to(now).reshape(now.shape)
-
-
-def _range_of(weight: Tensor, bits: NumBits, now: Tensor) -> Tensor:
-    """The largest weight, of the channels that have ranges; in FP8 the range of least error.
-
-    FP8 numbers look alike an octave further, so a range within the octave above the largest weight
-    clips nothing and loses no precision; how near its numbers are to the weights differs.
-    """
-    if now.dim() not in (0, weight.dim()):
-        return now
-    shared = [d for d in range(weight.dim()) if not now.dim() or now.shape[d] == 1]
-    weight, form = weight.double(), format_of(bits)
-    largest = weight.abs().amax(shared, keepdim=True)
-    if form.dtype is None or form.block:
-        return largest.to(now).reshape(now.shape)
-
-    def error(amax: Tensor) -> Tensor:
-        step = torch.where(amax > 0, amax / form.high, 1.0)
-        return (form.rounded(weight / step) * step - weight).square().sum(shared, keepdim=True)
-
-    tried = torch.stack([largest * 2 ** (i / _TRIES) for i in range(_TRIES)])
-    least = torch.stack([error(amax) for amax in tried]).argmin(0, keepdim=True)
-    return tried.take_along_dim(least, 0)[0].to(now).reshape(now.shape)
 
 
 @contextmanager

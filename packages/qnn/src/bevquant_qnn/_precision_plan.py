@@ -12,7 +12,6 @@ import msgspec
 from torch import nn
 
 from bevquant_graph import HtmlTable, check_kind, ordinary_tensors
-from bevquant_qnn._freeze import weights_read
 from bevquant_qnn._precision import (
     REASONS,
     Precision,
@@ -184,10 +183,9 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     (E4M3) enable them with that format; ``"mxfp8"``, ``"mxfp4"`` and ``"nvfp4"`` those of linear
     layers and convolutions of 1×1, whose input channels form the blocks. Where it changes, a range
     is searched again in the calibrator's values (mse up to 8 bits, the largest value above and for
-    blocks), so the model is the measured one. Of FP8 weights it is the one of least squared error
-    within the octave above the largest weight. A model without calibration is calibrated by the
-    plan later. `calibrate`, `freeze`, the integer simulation and the exporters follow the
-    quantizers' states.
+    blocks), so the model is the measured one. A model without calibration is calibrated by the plan
+    later. `calibrate`, `freeze`, the integer simulation and the exporters follow the quantizers'
+    states.
 
     Args:
         model: From `quantize_model`.
@@ -211,13 +209,10 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
             f"apply_precision: the plan does not fit the model ({'; '.join(sorted(problems))}); "
             "nothing was changed. Make it from this model, quantized with the same example_inputs"
         )
-    weights = weights_read(model)
     settings = [
-        (group, settings_at(
-            model, group, planned[frozenset(group.modules)], weights, group.quantizers
-        ))
+        (group, settings_at(model, group, planned[frozenset(group.modules)], group.quantizers))
         for group in groups
-    ]  # fmt: skip
+    ]
     changed = []
     for group, chosen in settings:
         before = [(q._disabled, q.num_bits) for q in chosen]

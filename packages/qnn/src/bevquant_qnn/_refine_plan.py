@@ -11,7 +11,6 @@ from torch import nn
 
 from bevquant_graph import Forward, on_batch
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
-from bevquant_qnn._freeze import weights_read
 from bevquant_qnn._plan_space import Choice, PlanSpace, Point, Precisions, front, plan_space
 from bevquant_qnn._precision import Precision, Setting, own_precision, set_for_now, settings_at
 from bevquant_qnn._precision_plan import PrecisionPlan
@@ -171,14 +170,13 @@ class _Trials:
         self._outputs, self._run, self._distributed = outputs, run, distributed
         self._kept, self._times = kept, 0
         groups = {frozenset(group.modules): group for group in space.groups}
-        weights = weights_read(model)
         self._at: list[dict[str, _Settings]] = []
         for row, choices in zip(space.table, space.choices, strict=True):
             group = groups[frozenset(row.modules)]
             active = [q for q in group.quantizers if not q._disabled]
             self._at.append(
                 {
-                    choice.precision: settings_at(model, group, choice.precision, weights, active)
+                    choice.precision: settings_at(model, group, choice.precision, active)
                     for choice in choices
                 }
             )

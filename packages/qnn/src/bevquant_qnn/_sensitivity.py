@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_graph import Forward, checked_batches, is_sparse_tensor, leaves, on_batch
-from bevquant_qnn._freeze import weights_read
 from bevquant_qnn._matmul import QuantMatmul
 from bevquant_qnn._precision import (
     Precision,
@@ -131,9 +130,8 @@ class Trial:
         self._active = active
         self.off = {q: own_setting(q, disabled=True) for q in quantizers}
         self.on = {q: own_setting(q, disabled=False) for q in quantizers}
-        weights = weights_read(model)
         self.at: dict[tuple[int, str], Settings] = {
-            (i, name): settings_at(model, self.groups[i], name, weights, held)
+            (i, name): settings_at(model, self.groups[i], name, held)
             for i, held in enumerate(active)
             for name in self._wanted[i]
         }
