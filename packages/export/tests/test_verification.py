@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,11 +139,24 @@ class Sum(nn.Module):
         return self.one(x) + self.other(x)
 
 
-def test_inputs_of_another_type_than_the_files_are_refused(tmp_path: Path) -> None:
+def test_inputs_of_another_type_or_size_than_the_files_are_refused(tmp_path: Path) -> None:
     net, x = net_of_two()
     file = export_qdq_onnx(net, x, tmp_path / "n.onnx", "onnxruntime", verify=False)
-    with pytest.raises(ValueError, match=r"input input is float16, and n\.onnx takes float32"):
-        compare_qdq_onnx(file, simulate(net, x), x.half())
+    integers = simulate(net, x)
+    starts = r"^compare_qdq_onnx: input input is "
+    with pytest.raises(ValueError, match=starts + r"float16, and n\.onnx takes float32"):
+        compare_qdq_onnx(file, integers, x.half())
+    sizes = list(x.shape)
+    taken = re.escape(f", and n.onnx takes {sizes}; export again with a frame like this one")
+    for other, remedy in (
+        (torch.cat([x, x]), ", or with dynamic_batch=True for every batch"),
+        (x[..., 1:], ""),
+    ):
+        wrong = re.escape(f"of shape {list(other.shape)}")
+        with pytest.raises(ValueError, match=f"{starts}{wrong}{taken}{remedy}$"):
+            compare_qdq_onnx(file, integers, other)
+    free = export_qdq_onnx(net, x, tmp_path / "m.onnx", "onnxruntime", dynamic_batch=True)
+    assert not any(row.unexplained for row in compare_qdq_onnx(free, net, torch.cat([x, x])))
 
 
 def test_an_integer_model_that_no_file_can_be_written_from(tmp_path: Path) -> None:

@@ -162,6 +162,8 @@ def test_other_inputs_than_the_examples():
         model("image")
     with pytest.raises(TypeError, match=r"^input input: expected a tensor with values"):
         model(X.to("meta"))
+    with pytest.raises(TypeError, match=r"^input input: .* layout torch\.sparse_coo; .*to_dense"):
+        model(X.to_sparse())
 
 
 @pytest.mark.parametrize("size", [4, 128])  # plain operations, and one pass of compiled ones

@@ -204,6 +204,25 @@ def test_trap_13_state_is_restored_after_an_exception(error):
         assert "batch 3" in caught.value.__notes__[0]
 
 
+def test_a_callers_autocast_changes_no_range():
+    def ranges(forward):
+        net = nn.Sequential(nn.Linear(3, 8), histogram_quantizer())
+        net[0].load_state_dict(
+            {"weight": torch.linspace(-1, 1, 24).view(8, 3), "bias": torch.ones(8)}
+        )
+        calibrate(net, make_batches(1), forward, method="max")
+        return amaxs(net)
+
+    def with_its_own(model, batch):
+        with torch.autocast("cpu"):
+            model(batch)
+
+    wanted = ranges(None)
+    with torch.autocast("cpu"):
+        assert ranges(None) == wanted
+    assert ranges(with_its_own) != wanted
+
+
 def test_watches_the_float_model_in_eval_mode():
     seen = []
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bevquant_export._errors import UnsplitError
-from bevquant_graph import op_spec
+from bevquant_graph import TENSOR_FORMS, op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Coordinates, NumberCall, Program, Ref, Step, names_in
 
@@ -73,9 +73,9 @@ def refuse_decisions(model: IntegerModel, who: str, *, rows: bool = False) -> No
             raise UnsplitError(
                 f"{who}: {step.args[1]}: the forward decides by a number out of this tensor, or by "
                 "its number of rows (a branch, a loop, a size that must be fixed). The file would "
-                "hold the example's decision for every frame. Keep it a tensor (torch.where, a "
-                "mask, rows padded to a fixed number, topk(min(k, len(x)))), make it a Python "
-                "number or a buffer of the model, or set the attribute that switches it off",
+                f"hold the example's decision for every frame. Keep it a tensor ({TENSOR_FORMS}, "
+                "topk(min(k, len(x)))), make it a Python number or a buffer of the model, or set "
+                "the attribute that switches it off",
                 step.args[1],
             )
 

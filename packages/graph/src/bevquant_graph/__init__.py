@@ -55,7 +55,7 @@ from ._signature import (
 from ._size_guards import Guard, Sizes, check_guards
 from ._state import alone, called, ordinary_tensors, state_kept
 from ._symbolic import trace_around
-from ._tidy import PASSED_OVER, REQUIRE
+from ._tidy import PASSED_OVER, REQUIRE, TENSOR_FORMS
 
 __version__ = "0.2.0"
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "OPERATORS",
     "PASSED_OVER",
     "REQUIRE",
+    "TENSOR_FORMS",
     "CallError",
     "CaptureError",
     "Followed",

@@ -50,7 +50,7 @@ from ._signature import (
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._switches import branch_of, size_questions
-from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
+from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, TENSOR_FORMS, fixed_number, inside
 
 
 class Graph:
@@ -497,7 +497,7 @@ class Graph:
             f"{type(self.model).__name__}: its forward decides by a number that it takes out of a "
             f"tensor, or by its number of rows ({self.required(requirement)}), and the example's "
             "decision is another one; capture again with inputs like these, or keep it a tensor "
-            "(torch.where, a mask, rows padded to a fixed number)"
+            f"({TENSOR_FORMS})"
         )
 
     def _departure(self, given: Arguments) -> str:

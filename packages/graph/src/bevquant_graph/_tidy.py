@@ -20,6 +20,9 @@ from ._operators import op_spec
 REQUIRE = torch.ops.aten._assert_scalar.default
 """Demands that a number taken out of a tensor is what it was in the example."""
 
+TENSOR_FORMS = "torch.where, a mask, rows padded to a fixed number"
+"""Advice where a forward decides by values: forms that keep the decision a tensor."""
+
 ANSWER = "bevquant_answer"
 """Place of the question about a number of rows, or of a tensor, that a requirement answers."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import Forward, alone, on_batch, state_kept
+from bevquant_graph import Forward, alone, on_batch, state_kept, without_autocast
 
 from ._abs_histogram import AbsHistogram
 from ._calibrator_state import Checkpoint
@@ -56,7 +56,8 @@ def calibrate(
     """Find the range of every enabled quantizer that has a calibrator, and load it.
 
     The model runs as the float model, in evaluation mode without gradients, while the calibrators
-    collect. Ranges are loaded only after all of them are found.
+    collect; a caller's `torch.autocast` does not apply. Ranges are loaded only after all of them
+    are found.
 
     - A quantizer with several paths is one quantizer. A MaxCalibrator (weights) uses the largest
       value with every method. A learned range starts at the range found.
@@ -312,7 +313,8 @@ class _Collection:
         world, rank = (self.peers.world, self.peers.rank) if self.peers else (1, 0)
         number = r * world + rank
         try:
-            self.forward(self.model, batch)
+            with without_autocast():  # in here: a loader runs as its user's code
+                self.forward(self.model, batch)
         except Exception as error:
             error.add_note(f"while calibrating with batch {number} (counted from 0)")
             raise

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bevquant_export._errors import FloatFileError
 from bevquant_export.floats._plain_forms import plain_forms
 from bevquant_graph import (
+    TENSOR_FORMS,
     arguments,
     as_example,
     flatten,
@@ -82,7 +83,7 @@ def exported(
         if type(origin).__name__ == "GuardOnDataDependentSymNode":
             remedy = (
                 f"the forward decides by values of a tensor{_line(origin)}. Keep it a tensor "
-                "(torch.where, a mask, rows padded to a fixed number)"
+                f"({TENSOR_FORMS})"
             )
         raise FloatFileError(
             f"torch's exporter cannot write {type(module).__name__}: {_reason(error)}; {remedy}"

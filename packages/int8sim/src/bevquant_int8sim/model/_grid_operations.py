@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import pooling
 
-from bevquant_graph import layer_class, op_spec
+from bevquant_graph import TENSOR_FORMS, layer_class, op_spec
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool, int8_resize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sample import MODES, PADDINGS
@@ -49,7 +49,7 @@ def require(met: Any, where: str) -> bool:
         raise ValueError(
             f"{where}: the forward decides by a number that it takes out of this tensor, or by its "
             "number of rows, and the example's decision is another one; simulate again with inputs "
-            "like these, or keep it a tensor (torch.where, a mask, rows padded to a fixed number)"
+            f"like these, or keep it a tensor ({TENSOR_FORMS})"
         )
     return True
 

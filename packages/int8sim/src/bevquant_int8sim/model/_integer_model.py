@@ -250,6 +250,11 @@ class IntegerModel:
                         f"input {name}: expected a tensor with values, got one on the meta device; "
                         "give a tensor of a real frame"
                     )
+                if values[name].layout is not torch.strided:
+                    raise TypeError(
+                        f"input {name}: expected an ordinary tensor, got one of layout "
+                        f"{values[name].layout}; call .to_dense() first"
+                    )
                 sizes[name] = tuple(values[name].shape)
             elif isinstance(value, int):
                 sizes[name] = value

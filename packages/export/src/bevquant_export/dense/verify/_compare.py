@@ -120,7 +120,7 @@ def compare_qdq_onnx(
     args = _in_order(file, example_of(model, args))
     with reading(file.path, "compare_qdq_onnx"):
         proto = upgraded_opset(load_model(file.path, external_data=False))
-    _check_types(file, proto, args)
+    _check_tensors(file, proto, args)
     for wanted, given in zip(file.signature, arguments(args), strict=True):
         _refuse_other_constants(file, wanted, given, "inputs")
     integer = program_of(
@@ -146,20 +146,29 @@ def compare_qdq_onnx(
     return rows
 
 
-def _check_types(file: QdqFile, proto: Any, args: Any) -> None:
-    """Refuse tensors of other types than the file's inputs; it was written from another graph."""
+def _check_tensors(file: QdqFile, proto: Any, args: Any) -> None:
+    """Refuse tensors of other types and sizes than the file's inputs."""
     from onnx.helper import tensor_dtype_to_np_dtype
 
-    kinds = {p.name: p.type.tensor_type.elem_type for p in proto.graph.input}
+    kinds = {p.name: p.type.tensor_type for p in proto.graph.input}
     for name, value in tensors_by_input(file, args).items():
         if name not in kinds or not isinstance(value, Tensor):
             continue
-        kind = tensor_dtype_to_np_dtype(kinds[name]).name
+        sizes = [d.dim_value or d.dim_param for d in kinds[name].shape.dim]  # "" or a name is free
+        pairs = enumerate(zip(sizes, value.shape, strict=False))
+        others = [axis for axis, (size, came) in pairs if isinstance(size, int) and size != came]
+        if others or len(sizes) != value.dim():
+            batch = ", or with dynamic_batch=True for every batch" if others == [0] else ""
+            raise QdqError(
+                f"input {name} is of shape {list(value.shape)}, and {file.path.name} takes "
+                f"{sizes}; export again with a frame like this one{batch}"
+            )
+        kind = tensor_dtype_to_np_dtype(kinds[name].elem_type).name
         came = str(value.dtype).removeprefix("torch.")
         # Inputs in half precision are rounded from float32 here.
         if came != kind and not (came == "float32" and "float" in kind):
-            raise ValueError(
-                f"compare_qdq_onnx: input {name} is {came}, and {file.path.name} takes {kind}; "
+            raise QdqError(
+                f"input {name} is {came}, and {file.path.name} takes {kind}; "
                 f"cast it (.to(torch.{kind})), or export again with a frame like this one"
             )
 
