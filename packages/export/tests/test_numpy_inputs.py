@@ -93,22 +93,25 @@ def test_comparison_with_the_model_of_one_frame(tmp_path: Path) -> None:
 class Aged(nn.Module):
     """Reads the time since the last frame of two times in float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()
-        self.value = nn.Linear(4, 4)
+        self.value, self.share = nn.Linear(4, 4), share
 
     def forward(self, x: Tensor, now: Tensor, before: Tensor) -> Tensor:
-        return self.value(x) * (now - before).float()
+        moved = (now - before).float()
+        return self.value(x) * ((1 - self.share) + self.share * moved)
 
 
-@pytest.mark.parametrize(("start", "kept"), [(0.0, True), (1.5e9, False)])
+@pytest.mark.parametrize(
+    ("start", "share", "kept"), [(0.0, 1.0, True), (1.5e9, 1.0, False), (1.5e9, 0.01, False)]
+)
 def test_float64_inputs_are_float32_in_files_or_refused(
-    start: float, kept: bool, tmp_path: Path
+    start: float, share: float, kept: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     times = [torch.tensor([start + t], dtype=torch.float64) for t in (0.75, 0.25)]
     given = torch.randn(3, 4), *times
-    quantized = quantize_model(Aged().eval(), example_inputs=given).model
+    quantized = quantize_model(Aged(share).eval(), example_inputs=given).model
     calibrate(quantized, [given])
     if not kept:
         with pytest.raises(ValueError, match=r"input now is float64 with values up to 1.5e\+09"):

@@ -20,6 +20,7 @@ from bevquant_graph import (
     flatten,
     input_tensor,
     is_sparse_tensor,
+    leaves,
     members_of,
     refuse_other_members,
     refuse_unusable,
@@ -133,22 +134,41 @@ class _Simulated:
 def _refuse_lost_digits(
     double: IntegerModel, single: IntegerModel, args: Any, names: Collection[str]
 ) -> None:
-    """Refuse inputs whose float64 the results need, as a time in seconds since 1970."""
-    wanted, got = (flatten(model.run(args, record=False)[0])[0] for model in (double, single))
-    floats = [
-        (one.double(), other.double())
-        for one, other in zip(wanted, got, strict=True)
-        if isinstance(one, Tensor) and one.is_floating_point()
-    ]
-    if all(a.shape == b.shape and (a - b).norm() <= 0.1 * a.norm() for a, b in floats):
+    """Refuse inputs whose float64 the model needs, as a time in seconds since 1970.
+
+    Results are compared, and what is computed from float64 in other types: a wrong time since the
+    last frame is little in a map, and all of a velocity.
+    """
+
+    def leaves_doubles(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> bool:
+        into = made[0].dtype if isinstance(made[0], Tensor) else torch.float64
+        return into != torch.float64 and any(
+            getattr(value, "dtype", None) == torch.float64 for value in leaves(given)
+        )
+
+    def values_of(model: IntegerModel, at: Callable[..., bool]) -> dict[str, Tensor]:
+        found: dict[str, Any] = {}
+
+        def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+            if at(step, given, made):
+                found[step.outputs[0]] = made[0]
+
+        returned, _ = model.run(args, record=False, observe=see)
+        results = [value for value in flatten(returned)[0] if isinstance(value, Tensor)]
+        return found | {f"result {i}": v for i, v in enumerate(results) if v.is_floating_point()}
+
+    wanted = values_of(double, leaves_doubles)
+    got = values_of(single, lambda step, *_: step.outputs[0] in wanted)
+    pairs = [(wanted[name].double(), got[name].double()) for name in wanted]
+    if all(a.shape == b.shape and (a - b).norm() <= 0.1 * a.norm() for a, b in pairs):
         return
     given = {name: v for name, v in bound(double.program, args) if name in names and v.numel()}
     worst = max(given, key=lambda name: float(given[name].abs().max()))
     path, _ = ports_of(double)[worst]
     raise QdqError(
         f"input {path} is float64 with values up to {float(given[worst].abs().max()):g}; files "
-        "hold float32, in which the results are others. Give values that float32 holds, such as "
-        "times and places relative to the first frame"
+        "hold float32, in which the model computes other values. Give values that float32 holds, "
+        "such as times and places relative to the first frame"
     )
 
 
