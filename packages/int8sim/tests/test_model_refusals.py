@@ -8,7 +8,7 @@ from torch import nn
 
 from bevquant_int8sim import AccumulatorOverflowError, simulate
 from bevquant_qnn import quantize_model
-from bevquant_quantizers import calibrate
+from bevquant_quantizers import TensorQuantizer, calibrate
 
 X = torch.linspace(-1, 1, 96).view(2, 3, 4, 4)
 
@@ -131,6 +131,14 @@ def test_a_copied_layer_in_training_mode_that_never_asks_for_it():
     assert simulate(net, X)(X).shape == (2, 4, 2)
     net = copy.deepcopy(calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Dropped(), nn.Linear(4, 2))))
     with pytest.raises(ValueError, match=r"1 \(Dropped\) is in training mode"):
+        simulate(net, X)
+
+
+def test_a_quantizer_that_still_collects_is_named():
+    net = copy.deepcopy(calibrated(small()))
+    first = next(m for m in net.modules() if isinstance(m, TensorQuantizer))
+    first.enable_calib()
+    with pytest.raises(ValueError, match=r"^simulate: 0\._input_quantizer collects.*disable_calib"):
         simulate(net, X)
 
 

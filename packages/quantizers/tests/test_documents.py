@@ -207,6 +207,19 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "content")
+        assert os.read(reader, 99) == b"content"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 def test_what_killed_writers_left_is_removed_and_living_ones_are_left_alone(tmp_path):
     script = (
         "import os, sys; from pathlib import Path\n"

@@ -255,6 +255,12 @@ def test_files_of_other_engines_are_not_timed(write):
         write(one_map, "tensorrt", measure=True)
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^export_detector: .*file is a file; give the folder"):
+        export_detector(nn.Identity(), frame(0), tmp_path / "file")
+
+
 def test_nothing_behind_the_map(write):
     made = write(nothing_behind)
     assert made.dense is None

@@ -129,6 +129,8 @@ def export_detector(
     whole = file_path(folder, "folder")
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_detector: expected a module, got {type(model).__name__}")
+    if whole.exists() and not whole.is_dir():
+        raise ValueError(f"export_detector: {whole} is a file; give the folder of the files")
     engine = find_target(target)
     if not isinstance(engine, QdqTarget) or engine.kind != "dense":
         raise ValueError(

@@ -128,6 +128,12 @@ def simulate(
                 f"{path or 'the model'} ({type(module).__name__}) is in training mode; "
                 "call model.eval() first, dropout and batch norm behave otherwise there"
             )
+        if isinstance(module, TensorQuantizer) and module._if_calib:
+            raise SimulateError(
+                f"{path} collects statistics and does not quantize; load its range "
+                "(load_calib_amax), then call disable_calib() and enable_quant() on every "
+                "quantizer, or let bevquant_quantizers.calibrate do all of it"
+            )
     with state_kept(model):
         if graph is None:
             graph = _captured(model, example_inputs)

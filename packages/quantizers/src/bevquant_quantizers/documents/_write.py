@@ -24,7 +24,8 @@ def write_whole(
 ) -> Path:
     """Write to a temporary name beside `path`, flush to the disk, rename.
 
-    A reader of `path` finds the old content or the new, whenever the writer stops.
+    A reader of `path` finds the old content or the new, whenever the writer stops. A device or a
+    named pipe is written into.
 
     Args:
         path: The file; existing content is replaced.
@@ -51,11 +52,15 @@ def write_whole(
     _check_parent(target)
     if target.is_dir():
         raise ValueError(f"cannot write {target}: it is a folder; give a file name")
+    content = content.encode() if isinstance(content, str) else content
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)  # a rename would replace the device or pipe, as /dev/null
+        return target
     temporary = _work_name(target, "tmp")
     try:
         with open(temporary, "xb") as file:
             _lock(file.fileno())
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, target)
