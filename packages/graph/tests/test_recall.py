@@ -219,10 +219,14 @@ class Counter:
         self.counted = torch.full((3,), count)
 
 
+class OtherCounter(Counter):
+    """Of another class."""
+
+
 def test_what_no_forward_reads_is_passed_over(exports: list[nn.Module]) -> None:
-    for count in range(3):
+    for counter in (Counter(0), Counter(1), OtherCounter(1)):
         net: Any = nn.Linear(4, 4)
-        net.counter = Counter(count)
+        net.counter = counter
         assert torch.equal(capture(net, EXAMPLE).replay(EXAMPLE), net(EXAMPLE))
     assert len(exports) == 1
 

@@ -220,13 +220,15 @@ def test_kl_is_the_divergence_of_the_softmax_over_axis_1():
 def test_bits_change_what_is_measured_and_nothing_stays_changed():
     model, images = small()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    text = repr(model)
+    text, held = repr(model), [set(vars(module)) for module in model.modules()]
     table = sensitivity(model, images, precisions=("w4a4", "int4", "int8", "int16"))
     for row in table:
         assert row.alone["w4a4"] < row.alone["int4"] < row.alone["int8"] < row.alone["int16"]
     worst = min(table, key=lambda row: row.alone["int4"])
     assert table.worst_first("int4")[0] is worst
     assert repr(model) == text
+    # Another attribute would be another structure, whose graph is captured anew.
+    assert [set(vars(module)) for module in model.modules()] == held
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not any(type(m).__module__ == __name__ for m in model.modules())
 

@@ -207,7 +207,7 @@ class _Writer(pickle.Pickler):
             return "named", id(obj)
         # Such as calibrators.
         if getattr(type(obj), "is_read_by_forwards", True) is False:
-            return "passed over", type(obj)
+            return "passed over"
         return None
 
     def reducer_override(self, obj: Any) -> Any:

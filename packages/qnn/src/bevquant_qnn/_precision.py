@@ -177,7 +177,9 @@ def put(quantizer: TensorQuantizer, setting: Setting) -> None:
     """Set the quantizer."""
     quantizer._disabled = setting.disabled
     quantizer._num_bits, quantizer._unsigned = setting.bits, setting.unsigned
-    quantizer.block_axis = setting.block_axis
+    if quantizer.block_axis != setting.block_axis:
+        # Set in vain, it would be another structure, whose graph is captured anew.
+        quantizer.block_axis = setting.block_axis
     # A learned range is a parameter; it is left to its training.
     if setting.amax is not None and "_amax" in quantizer._buffers:
         quantizer._buffers["_amax"] = setting.amax
