@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, open_onnx
 from bevquant_export._taken_numbers import _items
+from bevquant_graph import capture
+from bevquant_int8sim import simulate
 from bevquant_int8sim.program import NumberCall, Ref
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -306,6 +308,23 @@ def test_the_best_of_any_number_of_rows(profile: str, tmp_path: Path) -> None:
         frame = (x.roll(rows, -1), (places < rows).long())
         assert model(*frame).shape[-1] == min(rows, 5)
         assert sum(row.unexplained for row in compare_qdq_onnx(made, model, frame)) == 0
+
+
+def test_rows_of_a_mask_in_place_of_as_many_others(tmp_path: Path) -> None:
+    """As the pixels of Far3D's boxes: only the forward knows that the numbers agree."""
+
+    def placed(y: Tensor, n: Tensor) -> Tensor:
+        rows = y.transpose(1, 2)[(n > 0)[..., None].repeat(1, 1, 8)].reshape(-1, 8)
+        mixed = y.transpose(1, 2) * 2
+        mixed[:, -5:] = torch.cat([rows[:, :4], y[0, :4, :5].t()], 1)[None].relu()
+        return mixed.transpose(1, 2)
+
+    x, n = torch.randn(1, 3, 12), (torch.arange(12) < 5).long()[None]
+    model = quantized(placed, (x, n))
+    integers = simulate(model, (x, n), graph=capture(model, (x, n), open_sizes=False))
+    made = export_qdq_onnx(integers, (x, n), tmp_path / "net.onnx", "onnxruntime")
+    frame = x.flip(2), n.flip(1)
+    assert sum(row.unexplained for row in compare_qdq_onnx(made, integers, frame)) == 0
 
 
 @pytest.mark.parametrize("parts", [2, 3])

@@ -384,10 +384,15 @@ def _between(at: At, x: Ref, part: str, axis: int, place: slice) -> str | None:
 
 def _copied(at: At, x: Ref, src: Ref, non_blocking: bool = False) -> str | None:
     """What is written over all of `x`."""
-    one, other = (
-        (at.source.named(ref.name), at.shape(ref), at.source.dtype(ref.name)) for ref in (x, src)
-    )
-    return at.name(src) if one == other else None
+    one, other = ((at.shape(ref), at.source.dtype(ref.name)) for ref in (x, src))
+    if one != other:
+        return None
+    sizes = at.source.named(x.name)
+    if sizes == at.source.named(src.name):
+        return at.name(src)
+    # Sizes that agree by the forward's own condition alone, such as a mask's rows and boxes.
+    known = not any(isinstance(size, str) for size in sizes)
+    return at.node("Expand", src, list(sizes) if known else at.node("Shape", x))
 
 
 _FORMS: dict[str, Form] = {
