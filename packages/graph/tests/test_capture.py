@@ -540,12 +540,14 @@ def test_integers_taken_out_of_tensors_are_held_to_the_example() -> None:
         graph.replay(*frame(1))
 
 
+@pytest.mark.parametrize("plain", [False, True])  # as BEVDet's grid_size is
 @torch.no_grad()
-def test_integers_taken_out_of_parameters_are_those_that_they_hold() -> None:
+def test_integers_taken_out_of_a_models_tensors_are_those_that_they_hold(plain: bool) -> None:
     class Grid(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.nx = nn.Parameter(torch.tensor([6, 5, 1]), requires_grad=False)
+            nx = torch.tensor([6, 5, 1])
+            self.nx = nx if plain else nn.Parameter(nx, requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
             wide, high = int(self.nx[0]), self.nx[1].item()
@@ -554,11 +556,13 @@ def test_integers_taken_out_of_parameters_are_those_that_they_hold() -> None:
     net = Grid().eval()
     graph = capture(net, image(1, 1, 8, 8))
     assert not graph.opaque
+    assert not any("item" in str(node.target) for node in graph.operations)
     x = image(2, 1, 4, 4)
     assert torch.equal(graph.replay(x), net(x))
     net.nx[0] = 7
     with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
         graph.replay(x)
+    assert torch.equal(capture(net, image(1, 1, 8, 8)).replay(x), net(x))
 
 
 @pytest.mark.parametrize("count", [lambda c: int(c[-1, 0]) + 1, lambda c: c[:, 0].max().item() + 1])

@@ -1,10 +1,11 @@
 """Numbers that a forward takes out of constant tensors: they are the same in every frame.
 
-Constant are the model's parameters and buffers (``if self.enabled``, ``int(self.grid[0])``), and
-tensors that the forward makes of Python's numbers (``torch.tensor([[4, 6], [2, 3]])``). torch's
-exporter treats them as values of a frame: it stops at a branch on them, and adds a requirement for
-every number taken out. Here each constant tensor has its real value beside it. Operations on
-constant tensors alone are computed on the real values too, and a question gets the number.
+Constant are the model's parameters, buffers and tensors that are attributes (``if self.enabled``,
+``int(self.grid[0])``), and tensors that the forward makes of Python's numbers
+(``torch.tensor([[4, 6], [2, 3]])``). torch's exporter treats them as values of a frame: it stops at
+a branch on them, and adds a requirement for every number taken out. Here each constant tensor has
+its real value beside it. Operations on constant tensors alone are computed on the real values too,
+and a question gets the number.
 """
 
 from __future__ import annotations
@@ -309,12 +310,11 @@ def _padded(x: Tensor, pad: Any, mode: str = "constant", *, value: Tensor) -> Te
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, value in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        if not is_lazy(value) and value.numel() <= _LARGEST:
-            yield name, value
+    for path, module in model.named_modules(remove_duplicate=False):
+        # As BEVDet's grid, a plain attribute.
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, Tensor) and not is_lazy(value) and value.numel() <= _LARGEST:
+                yield f"{path}.{name}" if path else name, value
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -454,8 +454,8 @@ class Graph:
         """Refuse a model whose forward would take other numbers out of its own tensors by now."""
         for name, value in self._taken.items():
             owner, _, own = name.rpartition(".")
-            now: Tensor = getattr(self.model.get_submodule(owner), own)
-            if not torch.equal(now, value):
+            now = getattr(self.model.get_submodule(owner), own, None)
+            if not isinstance(now, Tensor) or not torch.equal(now, value):
                 raise ValueError(
                     f"{type(self.model).__name__}: its forward counts with numbers that it takes "
                     f"out of tensors, and {name} holds others than when it was captured; capture "
