@@ -26,6 +26,15 @@ def _streets_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_pictures() -> Iterator[None]:
+    """Runs of a test write their page and no pictures, which take up to two seconds."""
+    from without_pictures import without_pictures
+
+    with without_pictures(page=True):
+        yield
+
+
 @pytest.fixture(scope="session")
 def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the processes of a session keep the runs that they share."""

@@ -13,6 +13,7 @@ from bevfusion_quant.stages import built_parts, quantized_parts, reads_images, s
 MODELS = ("centerpoint", "centerpoint-pillars")
 
 
+@pytest.mark.usefixtures("no_pictures")  # the run for a BPU draws them
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_is_read_back_and_exported(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

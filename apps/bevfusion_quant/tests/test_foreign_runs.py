@@ -30,7 +30,7 @@ FRAMES = [street_frame(seed=seed, size="tiny", cameras=None) for seed in range(2
 
 
 pytestmark = [
-    pytest.mark.usefixtures("spconv"),
+    pytest.mark.usefixtures("spconv", "no_pictures"),  # `result` has them
     pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),  # spconv's dense()
 ]
 

@@ -43,6 +43,9 @@ def ptq(
     return code, said.out, said.err
 
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
