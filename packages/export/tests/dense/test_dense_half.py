@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from bevquant_export import export_qdq_onnx, lint_onnx, open_onnx
 from bevquant_export.dense.half._bounds import Bounds
+from bevquant_export.dense.half._types import half_typed
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate, load_ranges, save_ranges
 
@@ -266,3 +267,11 @@ def test_bounds_of_one_operand(
     graph = ir.from_proto(helper.make_graph([node], "g", [], [made], [values]))
     found = Bounds(graph, {})[graph.outputs[0]]
     np.testing.assert_allclose((found.low, found.high), want, rtol=1e-6)
+
+
+def test_parts_in_float32_are_named_in_the_order_of_the_graph() -> None:
+    graph = "g (float[4] x) => (float[4] y) { a = Tanh(x) b = Neg(a) y = Exp(b) }"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 19]> {graph}')
+    found = [half_typed(proto, {"x": (1.0, False)}, keep=k).reasons for k in ("ab", "ba")]
+    assert found[0] == found[1]
+    assert [reason[:4] for reason in found[0]] == ["Tanh", "Neg:"]

@@ -371,15 +371,21 @@ def test_errors_of_floats_are_found_where_a_verdict_depends_on_them(tmp_path: Pa
         _compare.departing, file, file.path.read_bytes(), program_of(model, x, verify=False), (x,),
         integer_sums=False, inputs="the example",
     )  # fmt: skip
-    run = FloatErrors.run
+    run, passed = FloatErrors.run, set[bytes]()
     with mock.patch.object(FloatErrors, "run", autospec=True, side_effect=run) as runs:
-        assert not apart()
+        assert not apart(passed=passed)
         assert runs.called
         runs.reset_mock()
-        apart(found=set(file.integers.values()))
+        apart(passed=set(), found=set(file.integers.values()))
+        assert not apart(passed=set(), least=2.0**-6)  # a step of 127
         with mock.patch.object(_compare, "_HALVES", 1.0):  # a step off is allowed anywhere
-            assert not apart()
+            assert not apart(passed=set())
         assert not runs.called
+        apart(passed=set(), least=2.0**-8)
+        assert runs.called
+    with mock.patch.object(_compare, "rounded_session") as sessions:
+        assert not apart(passed=passed)
+    assert not sessions.called
 
 
 class Neighbours(nn.Module):

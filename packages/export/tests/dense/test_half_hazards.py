@@ -166,3 +166,26 @@ def test_the_reference_computes_halves_as_onnxs_own() -> None:
         assert got.dtype == want.dtype == np.float16
         assert np.allclose(got, want, rtol=2.0**-9)
         assert np.mean(got == want) > 0.95
+
+
+class Lookup(nn.Module):
+    """Adds a row of a table, which has none for zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.register_buffer("table", torch.linspace(-1, 1, 160).view(10, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = (1 / (x.abs().amax() + 0.1)).long()
+        return self.b(self.a(x).sigmoid() + self.table[row])
+
+
+def test_inputs_that_the_model_refuses_are_not_tried(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 16)
+    model = quantize_model(Lookup().eval(), example_inputs=x).model
+    calibrate(model, [x])
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    (note,) = (note for note in file.notes if "not tried" in note)
+    assert note.startswith("half precision is not tried on zeros: the model refuses it: IndexError")

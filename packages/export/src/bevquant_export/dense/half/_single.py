@@ -141,7 +141,7 @@ class Singles:
 
     def _kept(self, keep: Collection[str], *, whole: bool) -> None:
         made = {value.name: node for node in self._graph for value in node.outputs}
-        kept = [made[name] for name in keep if name in made]
+        kept = [node for name, node in made.items() if name in keep]
         self.reasons += [
             f"{node.name or node.op_type}: computed in float32: in float16 it departs from the "
             "model on the example, on zeros or on the largest calibrated values"

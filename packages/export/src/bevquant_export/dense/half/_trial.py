@@ -26,6 +26,7 @@ from bevquant_export.dense.verify._runnable import (
     rounded_session,
     with_tensors,
 )
+from bevquant_graph import flatten
 from bevquant_int8sim.program import (
     Add,
     Dense,
@@ -172,6 +173,12 @@ def tried(
     return typed
 
 
+def _equal(inputs: Any, others: Any) -> bool:
+    """Whether two calls have the same values."""
+    pairs = zip(flatten(inputs)[0], flatten(others)[0], strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
 def arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
@@ -181,16 +188,23 @@ def typed_file(
 ) -> Typed:
     """A QDQ file in half precision, except for parts that then differ from the integer model."""
     required = required_of(file, source.integer, args)
-    given, notes = {EXAMPLE: required}, []
+    notes, given = list[str](), dict[str, Any]()
     for name, inputs in hard_inputs(required, list(file.inputs), known):
-        why = "" if name == EXAMPLE else refusal(source.integer, inputs)
-        if why:
-            notes.append(f"half precision is not tried on {name}: the model refuses it: {why}")
-        else:
+        if not any(_equal(inputs, other) for other in given.values()):
             given[name] = inputs
+
+    def refused(name: str) -> bool:
+        if why := refusal(source.integer, given[name]):
+            notes.append(f"half precision is not tried on {name}: the model refuses it: {why}")
+            del given[name]
+        return bool(why)
+
+    if LARGEST in given:  # which is measured before it is tried
+        refused(LARGEST)
     frames = [
         arrays(tensors_by_input(file, given[name])) for name in (EXAMPLE, LARGEST) if name in given
     ]
+    passed = {name: set[bytes]() for name in given}
 
     @cache
     def measure(names: frozenset[str]) -> Mapping[str, Size]:
@@ -198,10 +212,17 @@ def typed_file(
 
     def apart(typed: Typed) -> set[str]:
         content, found = typed.proto.SerializeToString(), set[str]()
-        for name, inputs in given.items():
-            found |= departing(
-                file, content, source.integer, inputs, integer_sums=sums, inputs=name, found=found
-            )
+        for name, inputs in list(given.items()):
+            # The file that is written is verified on the example, where all must be explained.
+            least = 0.0 if name == EXAMPLE else HALF
+            try:
+                found |= departing(
+                    file, content, source.integer, inputs, integer_sums=sums, inputs=name,
+                    found=found, passed=passed[name], least=least,
+                )  # fmt: skip
+            except Exception:
+                if name == EXAMPLE or not refused(name):
+                    raise
         return found
 
     typed = tried(proto, known, measure, apart if verify else lambda typed: ())

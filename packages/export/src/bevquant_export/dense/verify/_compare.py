@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from bevquant_export.dense.verify._cut import AT_ONCE, CutFile
 from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_export.dense.verify._runnable import (
     any_session,
+    computes_in_half,
     half_inputs,
     in_half,
     rounded_session,
@@ -188,12 +190,13 @@ def compared(
     *,
     outputs: bool,
     departs: Callable[[TensorDifference], bool] = lambda row: True,
+    leave: Callable[[Any, Collection[str]], bool] = lambda piece, tensors: False,
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
     """Result of `compare_qdq_onnx`, and the float outputs.
 
     Returns the quantized tensors; for each output its value in `integer` and in the file, from the
     same integers; and the result of `integer`. Errors of float functions are found for rows that
-    `departs`.
+    `departs`. Pieces to `leave`, by their model and what they make, do not run.
     """
     import onnx
 
@@ -208,7 +211,7 @@ def compared(
         for name, value in tensors_by_input(file, args).items()
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs=outputs)
+        cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs, leave)
         cut.hold(inputs_of(integer.program, args))
 
         def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
@@ -290,27 +293,46 @@ def departing(
     integer_sums: bool,
     inputs: str,
     found: Collection[str] = (),
+    passed: set[bytes],
+    least: float = 0.0,
 ) -> set[str]:
     """Tensors of a file that differ from the integer model by more than `verified` allows.
 
-    The program accepts `args` (`refusal`); `inputs` is their name in messages. Differences of
-    `found` need no explanation.
+    Only pieces in half precision run, without those `passed`, to which others without a difference
+    are added. Differences of `found`, and single steps up to a share `least` of a tensor's largest
+    integer, need no explanation. `inputs` is the name of `args` in messages.
     """
+    ran: dict[bytes, Collection[str]] = {}
+
+    def leave(piece: Any, tensors: Collection[str]) -> bool:
+        key = sha256(piece.SerializeToString(deterministic=True)).digest()
+        if key in passed or not computes_in_half(piece):
+            return True
+        ran[key] = tensors
+        return False
 
     def run_in(proto: Any, runner: str) -> Any:
         # onnxruntime computes chains of float16 in float32 on CPUs, the reference does not.
         return rounded_session(proto) or any_session(proto, runner, at_once=AT_ONCE)[0]
 
+    def beyond(row: TensorDifference) -> bool:
+        return row.largest > 1 or row.relative > least
+
     def departs(row: TensorDifference) -> bool:
-        return row.tensor not in found and _departs(file, integer, row, integer_sums=integer_sums)
+        judged = row.tensor not in found and beyond(row)
+        return judged and _departs(file, integer, row, integer_sums=integer_sums)
 
     with _run_by_onnxruntime(inputs):
         rows, outputs, _ = compared(
-            file, content, integer, args, run_in, StableChoices(), outputs=True, departs=departs
-        )
-    apart = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
+            file, content, integer, args, run_in, StableChoices(), outputs=True, departs=departs,
+            leave=leave,
+        )  # fmt: skip
+    rows = tuple(filter(beyond, rows))
+    departures = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
     # A choice that half precision swaps is computed in float32.
-    return {tensor for tensor, _ in apart} | {row.tensor for row in _swapped(file, rows)}
+    apart = {tensor for tensor, _ in departures} | {row.tensor for row in _swapped(file, rows)}
+    passed.update(key for key, tensors in ran.items() if apart.isdisjoint(tensors))
+    return apart
 
 
 def _swapped(file: QdqFile, rows: tuple[TensorDifference, ...]) -> list[TensorDifference]:

@@ -54,6 +54,7 @@ class CutFile:
     A piece runs as soon as the model has computed its inputs and outputs, on another thread while
     the model continues. Values that no piece needs any more are released, so the tensors of a model
     are never all in memory. With `outputs`, the producers of float outputs run too (`floats`).
+    Pieces to `leave`, by their model and what they make, do not run.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class CutFile:
         inputs: Mapping[str, Array],
         run_in: Callable[..., Any],
         pool: Executor,
-        *,
         outputs: bool,
+        leave: Callable[[Any, Collection[str]], bool],
     ) -> None:
         self._file, self._inputs, self._run_in, self._pool = file, inputs, run_in, pool
         self._running: deque[Future[None]] = deque()
@@ -92,7 +93,8 @@ class CutFile:
             ports = {port.name for port in (*part.graph.input, *part.graph.output)}
             reads = [name for name in names if name in ports]
             makes = {made[name]: name for name in names if made[name] in ports}
-            if makes or outputs:
+            own = [port.name for port in part.graph.output if port.name not in makes]
+            if (makes or outputs) and not leave(part, [*makes.values(), *own]):
                 values = {
                     v for t in makes.values() for n in names[t] for v in self._boundary.reads(n)
                 }
@@ -233,9 +235,10 @@ class CutFile:
         if ties < len(where[0]) and floats:
             self._doubts[tensor] = name, *where
         largest = int(apart.max(initial=0))
+        size = max(int(value.max(initial=0)), -int(value.min(initial=0)))
         return TensorDifference(
             step.path, step.op, tensor, int(value.size), len(places), largest, ties,
-            str(self._form(tensor)),
+            str(self._form(tensor)), size,
         )  # fmt: skip
 
     def _float8_row(self, tensor: str, step: Step, value: Array, got: Array) -> TensorDifference:

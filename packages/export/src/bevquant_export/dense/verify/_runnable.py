@@ -282,15 +282,18 @@ def _multiplies_integers(proto: Any) -> bool:
 _SLOW = set("Conv ConvTranspose MaxPool AveragePool Resize GridSample".split())
 
 
+def computes_in_half(proto: Any) -> bool:
+    """Whether a model without own functions has float16 values."""
+    casts = (node for node in proto.graph.node if node.op_type == "Cast")
+    to_half = any(a.name == "to" and a.i == _FLOAT16 for node in casts for a in node.attribute)
+    constants = any(tensor.data_type == _FLOAT16 for tensor in proto.graph.initializer)
+    return to_half or constants or bool(half_inputs(proto))
+
+
 def rounded_session(proto: Any) -> Any:
     """A session that rounds to float16 after each operation; None where not needed, or slow."""
-    halves = any(
-        a.name == "to" and a.i == 10
-        for node in proto.graph.node
-        if node.op_type == "Cast"
-        for a in node.attribute
-    ) or any(port.type.tensor_type.elem_type == 10 for port in proto.graph.input)
-    if not halves or any(node.op_type in _SLOW or node.domain for node in proto.graph.node):
+    slow = any(node.op_type in _SLOW or node.domain for node in proto.graph.node)
+    if slow or not computes_in_half(proto):
         return None
     # On CPUs onnxruntime computes float16 operations in float32 and drops the rounding between two
     # of them; ONNX's reference computes in float16.
