@@ -140,6 +140,8 @@ def test_a_quantizer_that_still_collects_is_named():
     first.enable_calib()
     with pytest.raises(ValueError, match=r"^simulate: 0\._input_quantizer collects.*disable_calib"):
         simulate(net, X)
+    first.disable()  # a float layer's
+    simulate(net, X)
 
 
 def test_forward_hooks_are_part_of_the_forward():

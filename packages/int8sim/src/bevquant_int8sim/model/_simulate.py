@@ -128,9 +128,10 @@ def simulate(
                 f"{path or 'the model'} ({type(module).__name__}) is in training mode; "
                 "call model.eval() first, dropout and batch norm behave otherwise there"
             )
-        if isinstance(module, TensorQuantizer) and module._if_calib:
+        collects = isinstance(module, TensorQuantizer) and module._if_calib
+        if collects and not module._disabled:
             raise SimulateError(
-                f"{path} collects statistics and does not quantize; load its range "
+                f"{path} collects statistics; load its range "
                 "(load_calib_amax), then call disable_calib() and enable_quant() on every "
                 "quantizer, or let bevquant_quantizers.calibrate do all of it"
             )
