@@ -305,7 +305,8 @@ def departing(
     ran: dict[bytes, Collection[str]] = {}
 
     def leave(piece: Any, tensors: Collection[str]) -> bool:
-        key = sha256(piece.SerializeToString(deterministic=True)).digest()
+        # Its metadata are the file's.
+        key = sha256(piece.graph.SerializeToString(deterministic=True)).digest()
         if key in passed or not computes_in_half(piece):
             return True
         ran[key] = tensors
