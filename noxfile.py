@@ -92,7 +92,8 @@ def link_pycache(other: Path, own: Path) -> None:
         if to.parent.is_dir():
             to.mkdir(exist_ok=True)
             for file in set(os.listdir(folder)) - set(os.listdir(to)):
-                with suppress(FileNotFoundError):  # half-written: it has its name in a moment
+                # Half-written, it has its name in a moment; some file systems have no links.
+                with suppress(OSError):
                     os.link(folder / file, to / file)
 
 
