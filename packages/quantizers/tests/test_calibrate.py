@@ -204,6 +204,15 @@ def test_trap_13_state_is_restored_after_an_exception(error):
         assert "batch 3" in caught.value.__notes__[0]
 
 
+def test_an_error_of_torch_names_the_module_and_the_batch():
+    net = nn.Sequential(nn.Linear(3, 8), histogram_quantizer())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        calibrate(net, [torch.ones(2, 3), torch.ones(2, 4)])
+    batch, module = caught.value.__notes__
+    assert module.startswith("calibrate: the model does not run on this batch: RuntimeError in 0 (")
+    assert batch == "while calibrating with batch 1 (counted from 0)"
+
+
 def test_a_callers_autocast_changes_no_range():
     def ranges(forward):
         net = nn.Sequential(nn.Linear(3, 8), histogram_quantizer())

@@ -151,11 +151,17 @@ _SPCONV = (
 
 
 @contextmanager
-def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
+def running(
+    model: nn.Module,
+    who: str,
+    advice: str,
+    inputs: str = "these example_inputs",
+    errors: type[Exception] = Exception,
+) -> Iterator[None]:
     """Add module, file, line and advice to an error of a running model."""
     try:
         yield
-    except Exception as error:
+    except errors as error:
         path, place = where(error, model)
         module = model.get_submodule(path)
         if any(
@@ -165,7 +171,7 @@ def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
         elif spconv_call(error):
             advice += f". It calls {spconv_call(error)}"
         error.add_note(
-            f"{who}: the model does not run on these example_inputs: {type(error).__name__} in "
+            f"{who}: the model does not run on {inputs}: {type(error).__name__} in "
             f"{described(path, module, place)}. {advice}"
         )
         raise

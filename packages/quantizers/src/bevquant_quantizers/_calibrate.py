@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import Forward, alone, on_batch, state_kept, without_autocast
+from bevquant_graph import Forward, alone, on_batch, running, state_kept, without_autocast
 
 from ._abs_histogram import AbsHistogram
 from ._calibrator_state import Checkpoint
@@ -37,6 +37,8 @@ from ._steps import SMALLEST_AMAX
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._search import METHODS
+
+_ADVICE = "Give batches of the sizes and types that the float model takes"
 
 
 def calibrate(
@@ -312,12 +314,14 @@ class _Collection:
     def _run(self, r: int, batch: Any) -> None:
         world, rank = (self.peers.world, self.peers.rank) if self.peers else (1, 0)
         number = r * world + rank
-        try:
-            with without_autocast():  # in here: a loader runs as its user's code
-                self.forward(self.model, batch)
-        except Exception as error:
-            error.add_note(f"while calibrating with batch {number} (counted from 0)")
-            raise
+        # Errors of other kinds name the quantizer.
+        with running(self.model, "calibrate", _ADVICE, "this batch", RuntimeError):
+            try:
+                with without_autocast():  # in here: a loader runs as its user's code
+                    self.forward(self.model, batch)
+            except Exception as error:
+                error.add_note(f"while calibrating with batch {number} (counted from 0)")
+                raise
         for calibrator in self.calibrators:
             if isinstance(calibrator, HistogramCalibrator):
                 # A maximum of this batch's has no number yet: `combine` kept the older one's.
