@@ -124,7 +124,8 @@ def test_what_is_read_is_required(stages):
     given = frame(7)
     with pytest.raises(TypeError, match=r"\['cells'\] missing"):
         integer({key: value for key, value in given.items() if key != "cells"})
-    with pytest.raises(ValueError, match=r"'scale'\]: the model was simulated with 2.0 here"):
+    refused = r"'scale'\]: the model was simulated with 2.0 here .*, or with a list of frames"
+    with pytest.raises(ValueError, match=refused):
         integer({**given, "img_metas": [{"scale": 3.0}]})
 
 

@@ -7,7 +7,7 @@
 Graph of Sequential: 2 operations
 """
 
-from ._attributes import leaves, same_constant
+from ._attributes import frames_remedy, leaves, same_constant
 from ._batch_arguments import Forward, as_example, on_batch
 from ._calls import Followed, FunctionCalls
 from ._capture import capture
@@ -99,6 +99,7 @@ __all__ = [
     "fixed_sizes",
     "flatten",
     "forward_line",
+    "frames_remedy",
     "in_order",
     "in_sequence",
     "input_tensor",

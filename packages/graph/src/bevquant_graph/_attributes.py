@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +54,20 @@ def _has(value: Any, name: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def frames_remedy(value: Any) -> str:
+    """What makes a constant a value of the frame, for messages; "" where nothing does.
+
+    Example:
+        >>> frames_remedy(0.5)
+        ', or with a list of frames that differ in it, which makes it an input'
+        >>> frames_remedy("a"), frames_remedy(True)
+        ('', '')
+    """
+    if isinstance(value, float | np.ndarray):
+        return ", or with a list of frames that differ in it, which makes it an input"
+    return ""
 
 
 def same_constant(one: Any, other: Any, _met: frozenset[tuple[int, int]] = frozenset()) -> bool:

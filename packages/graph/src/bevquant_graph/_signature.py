@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arrays import TracedArray, is_traced
-from ._attributes import same_constant
+from ._attributes import frames_remedy, same_constant
 
 Place = tuple[Any, ...]
 """The keys and indices that lead to a value, from ``(args, kwargs)`` or from a result."""
@@ -222,6 +222,7 @@ def matched(wanted: Tree, given: Tree, leaves: list[Any], where: str) -> Iterato
             raise ValueError(
                 f"{where}: the model was captured with {wanted.value!r} here, got "
                 f"{_described(given)}; capture again with example inputs like these"
+                f"{frames_remedy(wanted.value)}"
             )
     elif isinstance(wanted, Sparse):
         if not isinstance(given, Sparse):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from bevquant_graph import (
+    frames_remedy,
     input_tensor,
     is_sparse_tensor,
     members_of,
@@ -58,7 +59,7 @@ def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
         if not same_constant(wanted, got):
             raise ValueError(
                 f"{where}: the model was simulated with {wanted!r} here and got {got!r}; simulate "
-                "it again with example inputs like these"
+                f"it again with example inputs like these{frames_remedy(wanted)}"
             )
         return
     theirs = members_of(got)

@@ -44,6 +44,7 @@ from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import (
     arguments,
     check_kind,
+    frames_remedy,
     in_order,
     members_of,
     rearranged,
@@ -436,7 +437,7 @@ def _refuse_other_constants(file: QdqFile, wanted: Any, given: Any, where: str) 
     if is_number and not equal and not same_constant(wanted, given):
         raise QdqError(
             f"{where} is {wanted!r} in {file.path.name}, got {given!r}; give a frame with the "
-            "file's value, or export again with a frame like this one"
+            f"file's value, or export again with a frame like this one{frames_remedy(wanted)}"
         )
     own = members_of(given) or {}
     for key, member in (members_of(wanted) or {}).items():
