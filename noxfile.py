@@ -284,7 +284,7 @@ def portability(session: nox.Session) -> None:
     Twelve machines, in which each two values of two settings meet; what fails on one is looked for
     by setting one variable at a time. About two minutes of one core each.
 
-    `-- short` runs two combined machines and the quick tests, in two minutes on two cores. The
+    `-- short` runs two combined machines and the quick tests, in a minute on two cores. The
     tests themselves go through 1 to 4 threads and every address from 4 to 64 bytes. A machine
     with instructions that this CPU lacks is passed over, with a line that says so.
 

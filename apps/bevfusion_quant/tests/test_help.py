@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from without_pictures import without_pictures
 
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands import COMMANDS
@@ -97,8 +100,12 @@ def test_dry_run_refuses_what_the_run_refuses(capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def quiet_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, beside the text that it printed."""
     runs = tmp_path_factory.mktemp("runs")
-    assert main([*PTQ, "--method", "max", "--seed", "3", "--runs", str(runs), "--quiet"]) == 0
+    arguments = [*PTQ, "--method", "max", "--seed", "3", "--runs", str(runs), "--quiet"]
+    with without_pictures(page=True), redirect_stdout(io.StringIO()) as printed:
+        assert main(arguments) == 0
+    (runs / "printed.txt").write_text(printed.getvalue(), encoding="utf-8")
     return runs / "ptq"
 
 
@@ -131,6 +138,7 @@ def test_config_file_of_something_else_is_refused(
     assert content != OF_TOMORROW or "schema is version 99, this program reads 1 to" in message
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_json_prints_the_summary(quiet_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = ["evaluate", "--run", str(quiet_run), "--dataset", "street", "--json", "--quiet"]
     assert main([*again, "--runs", str(quiet_run.parent)]) == 0
@@ -145,12 +153,11 @@ def test_verdict_of_an_unfolded_model_offers_no_export(tmp_path: Path) -> None:
     assert "need folded batch norms" in verdict(made, folded=False)[0]
 
 
-def test_quiet_prints_the_verdict_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PTQ, "--runs", str(tmp_path), "--quiet"]) == 0
-    printed = capsys.readouterr().out.splitlines()
+def test_quiet_prints_the_verdict_alone(quiet_run: Path) -> None:
+    printed = quiet_run.with_name("printed.txt").read_text(encoding="utf-8").splitlines()
     titles = [line.split("  ")[0] for line in printed]
     assert titles == ["Boxes", "Worst layer", "Weights", "Files", "Open"]
-    assert f"bevfusion-quant export --run {tmp_path / 'ptq'}" in printed[3]
-    size = json.loads((tmp_path / "ptq" / "summary.json").read_text("utf-8"))["weight_bytes"]
+    assert f"bevfusion-quant export --run {quiet_run}" in printed[3]
+    size = json.loads((quiet_run / "summary.json").read_text("utf-8"))["weight_bytes"]
     assert 0 < size["after"] < size["before"]
     assert f"{size['before'] / 2**20:.1f} MiB float32" in printed[2]
