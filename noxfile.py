@@ -81,7 +81,7 @@ def link_compiled(session: nox.Session) -> None:
         for name in ("isolated-bevfusion_quant", "tests"):  # they have most packages
             other = own.parents[3] / name / own.relative_to(own.parents[2])
             if other != own and (other / "torch" / "__pycache__").is_dir():
-                with suppress(OSError):  # no links here, or the other one is changed just now
+                with suppress(OSError):  # the other one is changed just now
                     link_pycache(other, own)
                 return
 
