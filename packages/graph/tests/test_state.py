@@ -333,13 +333,14 @@ def test_a_model_runs_while_another_thread_captures(same: bool) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
+    size = 8
     try:
-        for size in (8, 9, 10):
+        while size < 11 or len(found) < 4:  # a structure that is known takes no time
             capture(net, torch.ones(1, 3, size, size))
+            size += 1
     finally:
         stop.set()
         thread.join()
-    assert len(found) > 3
     assert all(type(value) is Tensor and torch.equal(value, wanted) for value in found)
 
 
