@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from bevquant_export.dense._source import Source, integer_model
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.half._bounds import HEAD_ROOM
+from bevquant_export.dense.half._intervals import RENAMED
 from bevquant_export.dense.half._limits import LARGEST_HALF, Size, size_of
 from bevquant_export.dense.half._single import Known, Measure
 from bevquant_export.dense.half._types import Typed, half_typed
-from bevquant_export.dense.verify._alike import HALF, alike
+from bevquant_export.dense.verify._alike import HALF, StableChoices, alike
 from bevquant_export.dense.verify._compare import departing, refusal, required_of, tensors_by_input
 from bevquant_export.dense.verify._runnable import (
     any_session,
@@ -106,19 +107,34 @@ def measured(
     every = copy.deepcopy(proto)
     held = {port.name for port in every.graph.output}
     inferred = onnx.shape_inference.infer_shapes(proto, check_type=True)
+    made = {port.name for port in (*proto.graph.input, *inferred.graph.value_info)}
+    # Arrangements of the same values would take most of the memory.
+    renamed = {
+        node.output[0]: node.input[0]
+        for node in proto.graph.node
+        if node.op_type in RENAMED and node.input[0] in made
+    }
+
+    def source(name: str) -> str:
+        while name in renamed:
+            name = renamed[name]
+        return name
+
+    sources = {name: source(name) for name in names}
+    wanted = set(sources.values())
     every.graph.output.extend(
-        v for v in inferred.graph.value_info if v.name in names and v.name not in held
+        v for v in inferred.graph.value_info if v.name in wanted and v.name not in held
     )
     running, _ = any_session(every, "plain", at_once=1)
     taken = {port.name for port in running.get_inputs()}
-    made = [port.name for port in every.graph.output]
+    ports = [port.name for port in every.graph.output]
     found: dict[str, Size] = {}
     for frame in frames:
-        values = running.run(made, {n: v for n, v in frame.items() if n in taken})
-        for name, value in [*frame.items(), *zip(made, values, strict=True)]:
-            if name in names and value.dtype.kind in "fiu":
+        values = running.run(ports, {n: v for n, v in frame.items() if n in taken})
+        for name, value in [*frame.items(), *zip(ports, values, strict=True)]:
+            if name in wanted and value.dtype.kind in "fiu":
                 found[name] = size_of(value).joined(found.get(name))
-    return found
+    return {name: found[of] for name, of in sources.items() if of in found}
 
 
 def hard_inputs(
@@ -204,7 +220,7 @@ def typed_file(
     frames = [
         arrays(tensors_by_input(file, given[name])) for name in (EXAMPLE, LARGEST) if name in given
     ]
-    passed = {name: set[bytes]() for name in given}
+    passed, choices = {name: set[bytes]() for name in given}, StableChoices()
 
     @cache
     def measure(names: frozenset[str]) -> Mapping[str, Size]:
@@ -218,7 +234,7 @@ def typed_file(
             try:
                 found |= departing(
                     file, content, source.integer, inputs, integer_sums=sums, inputs=name,
-                    found=found, passed=passed[name], least=least,
+                    choices=choices, found=found, passed=passed[name], least=least,
                 )  # fmt: skip
             except Exception:
                 if name == EXAMPLE or not refused(name):

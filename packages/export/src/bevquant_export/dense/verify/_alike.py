@@ -37,7 +37,7 @@ class StableChoices(TorchDispatchMode):
     Attributes:
         ties: How many such calls met equal values next to each other in their order.
         close: How many of them chose between values that are equal up to float32 rounding.
-        called: Whether there were such calls.
+        called: Whether there were such calls; None before the first run of a program.
 
     Example:
         >>> with StableChoices() as choices:
@@ -50,7 +50,7 @@ class StableChoices(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ties = self.close = 0
-        self.called = False
+        self.called: bool | None = None
 
     @property
     def doubt(self) -> str:

@@ -224,8 +224,9 @@ def compared(
                     cut.compare(step, name, contiguous(value.cpu()).numpy())
 
         # Among equal scores the model chooses as ONNX does, so that both can be compared.
-        with choices:
+        with nullcontext() if choices.called is False else choices:
             returned = integer.run(args, observe=see)
+        choices.called = bool(choices.called)
         cut.finish()
     if wanted := cut.in_doubt(departs):
         errors = FloatErrors(integer.program, wanted, half=profile.half)
@@ -293,6 +294,7 @@ def departing(
     *,
     integer_sums: bool,
     inputs: str,
+    choices: StableChoices,
     found: Collection[str] = (),
     passed: set[bytes],
     least: float = 0.0,
@@ -301,7 +303,8 @@ def departing(
 
     Only pieces in half precision run, without those `passed`, to which others without a difference
     are added. Differences of `found`, and single steps up to a share `least` of a tensor's largest
-    integer, need no explanation. `inputs` is the name of `args` in messages.
+    integer, need no explanation. `inputs` is the name of `args` in messages. Runs of one model
+    share `choices`.
     """
     ran: dict[bytes, Collection[str]] = {}
 
@@ -326,7 +329,7 @@ def departing(
 
     with _run_by_onnxruntime(inputs):
         rows, outputs, _ = compared(
-            file, content, integer, args, run_in, StableChoices(), outputs=True, departs=departs,
+            file, content, integer, args, run_in, choices, outputs=True, departs=departs,
             leave=leave,
         )  # fmt: skip
     rows = tuple(filter(beyond, rows))
