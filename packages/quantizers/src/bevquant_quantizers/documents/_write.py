@@ -25,7 +25,7 @@ def write_whole(
     """Write to a temporary name beside `path`, flush to the disk, rename.
 
     A reader of `path` finds the old content or the new, whenever the writer stops. A device or a
-    named pipe is written into.
+    named pipe is written into, and so is the target of a symbolic link.
 
     Args:
         path: The file; existing content is replaced.
@@ -49,21 +49,23 @@ def write_whole(
     target = file_path(path)
     if parents:
         target.parent.mkdir(parents=True, exist_ok=True)
-    _check_parent(target)
     if target.is_dir():
         raise ValueError(f"cannot write {target}: it is a folder; give a file name")
     content = content.encode() if isinstance(content, str) else content
     if target.exists() and not target.is_file():
         target.write_bytes(content)  # a rename would replace the device or pipe, as /dev/null
         return target
-    temporary = _work_name(target, "tmp")
+    # A rename would replace the link too.
+    place = Path(os.path.realpath(target)) if target.is_symlink() else target
+    _check_parent(place)
+    temporary = _work_name(place, "tmp")
     try:
         with open(temporary, "xb") as file:
             _lock(file.fileno())
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, target)
+            os.replace(temporary, place)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _named(error, target) from error
