@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -563,6 +564,49 @@ def test_integers_taken_out_of_a_models_tensors_are_those_that_they_hold(plain: 
     with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
         graph.replay(x)
     assert torch.equal(capture(net, image(1, 1, 8, 8)).replay(x), net(x))
+
+
+_NX = torch.tensor([6, 5])  # as a global of a model's file
+
+
+@pytest.mark.parametrize("source", ["list", "dict", "object", "class", "global"])
+@torch.no_grad()
+def test_numbers_of_tensors_in_containers_classes_and_globals_are_constants(source: str) -> None:
+    nx = torch.tensor([6, 5])
+
+    class Grid(nn.Module):
+        of_class = torch.tensor([6, 5])
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes, self.named = [nx], {"nx": [nx]}
+            self.config = SimpleNamespace(nx=nx)
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = {"list": self.sizes[0], "dict": self.named["nx"][0], "object": self.config.nx}
+            read = own.get(source, self.of_class if source == "class" else _NX)
+            return x.new_zeros(int(read[0]), read[1].item()) + x.mean()
+
+    net = Grid().eval()
+    graph = capture(net, image(1, 1, 8, 8))
+    assert not any("item" in str(node.target) for node in graph.operations)
+    x = image(2, 1, 4, 4)
+    assert torch.equal(graph.replay(x), net(x))
+    held = {"class": Grid.of_class, "global": _NX}.get(source, nx)
+    held[0] = 7
+    try:
+        with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
+            graph.replay(x)
+    finally:
+        held[0] = 6
+
+
+def test_weights_of_inference_mode_are_refused_by_name() -> None:
+    with torch.inference_mode():
+        net = nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises(CaptureError, match=r"0\.weight.*inference_mode.*copy\.deepcopy"):
+        capture(net, torch.ones(1, 4))
+    capture(copy.deepcopy(net), torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("count", [lambda c: int(c[-1, 0]) + 1, lambda c: c[:, 0].max().item() + 1])

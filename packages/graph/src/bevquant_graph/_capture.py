@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 
 from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
@@ -343,6 +344,7 @@ class _Traces:
 
     def _closed(self, traced: nn.Module, error: Exception) -> dict[str, Opaque]:
         """The module that the error comes from as one node."""
+        self._refuse_inference_tensors()
         found, reason = self._reason(traced, error)
         with running(self.model, "capture", "Give inputs that it takes"):
             if found:
@@ -355,6 +357,18 @@ class _Traces:
             "tensors out of its forward",
             reason,
         ) from error
+
+    def _refuse_inference_tensors(self) -> None:
+        """Refuse weights that torch allows in inference mode alone."""
+        own = (*self.model.named_parameters(), *self.model.named_buffers())
+        name = next((n for n, v in own if not is_lazy(v) and v.is_inference()), "")
+        if name:
+            raise CaptureError(
+                f"capture: {name} of {type(self.model).__name__} was created under "
+                "torch.inference_mode(), which torch cannot trace. Give copy.deepcopy(model), made "
+                "outside of inference mode, or load the model under torch.no_grad()",
+                name,
+            )
 
     def _close(self, closed: Mapping[str, Opaque]) -> None:
         self.opaque |= closed

@@ -1,7 +1,8 @@
 """Numbers that a forward takes out of constant tensors: they are the same in every frame.
 
 Constant are the model's parameters, buffers and tensors that are attributes (``if self.enabled``,
-``int(self.grid[0])``), and tensors that the forward makes of Python's numbers
+``int(self.grid[0])``), of the module or its class, in lists and dictionaries too, those that are
+global in the file of the class, and tensors that the forward makes of Python's numbers
 (``torch.tensor([[4, 6], [2, 3]])``). torch's exporter treats them as values of a frame: it stops at
 a branch on them, and adds a requirement for every number taken out. Here each constant tensor has
 its real value beside it. Operations on constant tensors alone are computed on the real values too,
@@ -10,10 +11,13 @@ and a question gets the number.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +33,9 @@ from ._equal_values import equal_constants, node_of
 from ._operators import OPERATORS, op_spec
 
 _aten = torch.ops.aten
-_LARGEST = 1 << 12  # elements of a tensor that is computed beside
+_LARGEST = 1 << 12  # elements of a tensor that is computed beside, members of a container
+_DEPTH = 3  # of containers in an attribute
+Place = tuple[str, str]  # a module's path, and the name of one of its `own_tensors`
 # As they are outside of a trace, in which ``int`` may have another meaning.
 _CONVERSIONS: dict[str, Any] = {
     name: getattr(Tensor, name)
@@ -59,6 +65,7 @@ _MADE = frozenset(
 _OF_NUMBERS = frozenset("tensor as_tensor new_tensor".split())
 _NAMED = _COMPUTED | _SIZED | _CUT | _MADE | frozenset(_CONVERSIONS)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
 
@@ -80,7 +87,7 @@ class Constants(TorchFunctionMode):
         model: As it is outside of the trace.
 
     Attributes:
-        taken: The model's tensors from which the forward took a number, by path, with their values.
+        taken: The tensors from which the forward took a number, by place, with their values.
             The graph holds for these values.
         written: Whether the forward writes to one of them, so that the next frame finds it changed.
         of_sizes: Whether the forward makes a tensor from open sizes, such as the sizes of levels.
@@ -93,8 +100,8 @@ class Constants(TorchFunctionMode):
         self._real = {name: value.detach() for name, value in _tensors(model)}
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # also holds what the id is of
         self._open: dict[int, tuple[Tensor, Any]] = {}  # the same of comparisons with a size
-        self._origin: dict[int, frozenset[str]] = {}  # of these, the model's tensors that they read
-        self.taken: dict[str, Tensor] = {}
+        self._origin: dict[int, frozenset[Place]] = {}  # the tensors they read
+        self.taken: dict[Place, Tensor] = {}
         self._sized: dict[int, Tensor] = {}  # tensors that are computed from open sizes alone
         self.written = self.of_sizes = self.asks_sizes = self.fix_sizes = False
         self._inputs: set[int] = set()
@@ -210,15 +217,15 @@ class Constants(TorchFunctionMode):
             self._take(self._origins(known[n][0] for n in found))
         return found is not None
 
-    def _origins(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+    def _origins(self, tensors: Iterable[Tensor]) -> frozenset[Place]:
         return frozenset().union(*(self._origin.get(id(value), ()) for value in tensors))
 
-    def _take(self, names: Iterable[str]) -> None:
+    def _take(self, names: Iterable[Place]) -> None:
         with _disable_current_modes():
             self.taken |= {name: self._real[name].clone() for name in names if name in self._real}
 
     def _note_computed(
-        self, made: Any, func: Any, given: Any, leaves: list[Any], origin: frozenset[str]
+        self, made: Any, func: Any, given: Any, leaves: list[Any], origin: frozenset[Place]
     ) -> None:
         """Note the result of an operation on constants, or of comparing one with an open size."""
         if not any(map(_is_open, leaves)):
@@ -252,7 +259,7 @@ class Constants(TorchFunctionMode):
         for key in met:
             del self._known[key]
 
-    def _note(self, made: Any, real: Any, origin: frozenset[str]) -> None:
+    def _note(self, made: Any, real: Any, origin: frozenset[Place]) -> None:
         if isinstance(made, Tensor):
             self._known[id(made)], self._origin[id(made)] = (made, real), origin
         elif isinstance(made, list | tuple):
@@ -309,12 +316,67 @@ def _padded(x: Tensor, pad: Any, mode: str = "constant", *, value: Tensor) -> Te
     return torch.where(inside, torch.nn.functional.pad(x, pad, mode), value.to(x.dtype))
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
+    shared: dict[type, dict[str, Tensor]] = {}  # classes of many modules are searched once
     for path, module in model.named_modules(remove_duplicate=False):
-        # As BEVDet's grid, a plain attribute.
-        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, Tensor) and not is_lazy(value) and value.numel() <= _LARGEST:
-                yield f"{path}.{name}" if path else name, value
+        for name, value in own_tensors(module, shared).items():
+            yield (path, name), value
+
+
+def own_tensors(
+    module: nn.Module, shared: dict[type, dict[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
+    """Small tensors of one module, its class and the class's file that a forward may read, by name.
+
+    Args:
+        module: The modules in it are not searched.
+        shared: Those of the classes that are known.
+    """
+    kind = type(module)
+    shared = {} if shared is None else shared
+    if kind not in shared:
+        shared[kind] = _of_class(kind)
+    # As BEVDet's grid, a plain attribute.
+    plain = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+    return {**shared[kind], **_small({**plain, **module._parameters, **module._buffers})}
+
+
+def _of_class(kind: type) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] in ("builtins", "torch"):
+            continue
+        members = vars(base).values()
+        functions = [inspect.unwrap(v) for v in members if isinstance(v, FunctionType)]
+        for names in {id(f.__globals__): f.__globals__ for f in functions}.values():
+            plain = {name: value for name, value in names.items() if name[:2] != "__"}
+            found |= {f"global {name}": value for name, value in _small(plain).items()}
+        found |= _small(vars(base))
+    return found
+
+
+def _small(named: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, Tensor]:
+    """Small tensors among values and in their containers, by name."""
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            if not is_lazy(value) and value.numel() <= _LARGEST:
+                found[name] = value
+            continue
+        fields = is_dataclass(value) or isinstance(value, SimpleNamespace)
+        members: Any = ()
+        # dict's own method: transformers' lazy dictionaries import a model for each value.
+        if isinstance(value, dict):
+            members = dict.items(value)
+        elif isinstance(value, list | tuple):
+            members = list(enumerate(value))
+        elif fields and not isinstance(value, type):
+            members = vars(value).items() if hasattr(value, "__dict__") else ()
+        if depth and len(members) <= _LARGEST:
+            form = "{}.{}" if fields else "{}[{!r}]"
+            inner = {form.format(name, key): member for key, member in list(members)}
+            found |= _small(inner, depth - 1)
+    return found
 
 
 def _leaves(value: Any) -> list[Any]:

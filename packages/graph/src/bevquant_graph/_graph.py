@@ -17,6 +17,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._batch_arguments import as_example
 from ._calls import Followed
 from ._conditions import Condition, bound_guards
+from ._constants import Place as OwnPlace
+from ._constants import own_tensors
 from ._faults import (
     CaptureError,
     author_line,
@@ -83,7 +85,7 @@ class Graph:
         result: Tree,
         opaque: Mapping[str, Opaque],
         conditions: tuple[Condition, ...] = (),
-        taken: Mapping[str, Tensor] | None = None,
+        taken: Mapping[OwnPlace, Tensor] | None = None,
         *,
         decided: bool = False,
         members: ReadMembers | None = None,
@@ -452,13 +454,15 @@ class Graph:
 
     def _check_taken(self) -> None:
         """Refuse a model whose forward would take other numbers out of its own tensors by now."""
-        for name, value in self._taken.items():
-            owner, _, own = name.rpartition(".")
-            now = getattr(self.model.get_submodule(owner), own, None)
-            if not isinstance(now, Tensor) or not torch.equal(now, value):
+        owners = {path: self.model.get_submodule(path) for path, _ in self._taken}
+        own = {path: own_tensors(module) for path, module in owners.items()}
+        for (path, name), value in self._taken.items():
+            now = own[path].get(name)
+            if now is None or not torch.equal(now, value):
+                named = f"{path}.{name}" if path and " " not in name else name
                 raise ValueError(
                     f"{type(self.model).__name__}: its forward counts with numbers that it takes "
-                    f"out of tensors, and {name} holds others than when it was captured; capture "
+                    f"out of tensors, and {named} holds others than when it was captured; capture "
                     "again"
                 )
 
