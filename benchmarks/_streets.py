@@ -36,6 +36,7 @@ from bevfusion_quant.options import FrameOptions, PtqConfig
 from bevfusion_quant.ptq import run_ptq
 from bevfusion_quant.qat import QatConfig, run_qat, trainer_for
 from bevfusion_quant.saved_run import LoadedRun, load_run
+from bevfusion_quant.sensitivity import run_sensitivity
 from bevfusion_quant.train import TrainConfig
 from bevquant_qnn import PrecisionPlan, weighted_layers
 from bevquant_quantizers import named_quantizers
@@ -60,6 +61,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "FP8": {"plan": "fp8"},
     "FP8-bias": {"plan": "fp8", "bias_correction": True},
     "FP8-gptq": {"plan": "fp8", **ROUNDED},
+    "FP8-mixed": {"plan": "fp8", "budget": "time=1.2", "bias_correction": True},
     "W4A8": W4A8,
     "W4A8-head": {**W4A8, "quantize_head": True, "output_weight_bits": 4},
     "W4A8-last8": {**W4A8, "quantize_head": True},
@@ -86,7 +88,8 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     Args:
         folder: Of the runs.
         name: Of the run.
-        settings: Of `PtqConfig`; `plan` is the precision of all layers.
+        settings: Of `PtqConfig`; `plan` is the precision of all layers, or with `budget` of those
+            that `run_sensitivity` does not leave in float.
 
     Raises:
         ValueError: The run of this name has other weights.
@@ -94,11 +97,20 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     digest, noted = sha256(settings["weights"]), folder / f"{name}.sha256"
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
+            budget = settings.pop("budget", None)
             unrounded = settings | {"rounding": "nearest", "bias_correction": False}
             model = made_run(folder, f"{name}-int8", **unrounded).quantized_model
-            settings["plan"] = folder / f"{name}.json"
-            ends = dict.fromkeys(ENDS if precision == "w4a4" else (), "int8")
-            settings["plan"].write_text(PrecisionPlan.by_hand(model, ends, precision).to_json())
+            if budget is None:
+                settings["plan"] = folder / f"{name}.json"
+                ends = dict.fromkeys(ENDS if precision == "w4a4" else (), "int8")
+                plan = PrecisionPlan.by_hand(model, ends, precision)
+                settings["plan"].write_text(plan.to_json())
+            else:
+                settings["plan"] = folder / f"{name}-plan" / "plan.json"
+                run_sensitivity(
+                    folder / f"{name}-int8", streets(5000, 4), precisions=(precision,),
+                    budget=budget, runs=folder, name=f"{name}-plan", overwrite=True,
+                )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         noted.write_text(digest)  # the run's own digests are those of folded weights
         config = PtqConfig(config="tiny", branch="all", **settings)

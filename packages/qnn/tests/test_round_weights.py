@@ -346,6 +346,20 @@ def test_bias_correction_makes_means_equal():
     assert torch.equal(untouched[0].bias, exact[0].bias)
 
 
+def test_biases_are_corrected_in_a_plan_of_fp8_and_float():
+    images = torch.randn(16, 3, 8, 8) + 0.5
+    exact = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
+    model = four_bits(copy.deepcopy(exact), images)
+    apply_precision(model, PrecisionPlan.by_hand(model, {"2": "float"}, "fp8"))
+    result = round_weights(model, [images], rounding="nearest", rows=10**6)
+    with torch.no_grad():
+        shift = (model[0](images) - exact[0](images)).mean((0, 2, 3))
+    assert float(shift.abs().max()) < 1e-5
+    assert not torch.equal(model[0].bias, exact[0].bias)
+    assert torch.equal(model[2].bias, exact[2].bias)
+    assert [layer.path for layer in result.layers] == ["0"]
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
