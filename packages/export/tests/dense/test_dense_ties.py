@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
 from bevquant_export.dense._source import program_of
 from bevquant_export.dense.verify import _compare
+from bevquant_export.dense.verify._alike import StableChoices
 from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary, products_at
 from bevquant_int8sim import program, simulate
@@ -367,14 +368,17 @@ def test_errors_of_floats_are_found_where_a_verdict_depends_on_them(tmp_path: Pa
     ).model.eval()
     calibrate(model, [x])
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11", verify=False)
+    choices = StableChoices()
     apart = partial(
         _compare.departing, file, file.path.read_bytes(), program_of(model, x, verify=False), (x,),
-        integer_sums=False, inputs="the example",
+        integer_sums=False, inputs="the example", choices=choices,
     )  # fmt: skip
     run, passed = FloatErrors.run, set[bytes]()
     with mock.patch.object(FloatErrors, "run", autospec=True, side_effect=run) as runs:
+        assert choices.called is None  # a model that chooses nothing is watched in one run
         assert not apart(passed=passed)
         assert runs.called
+        assert choices.called is False
         runs.reset_mock()
         apart(passed=set(), found=set(file.integers.values()))
         assert not apart(passed=set(), least=2.0**-6)  # a step of 127
