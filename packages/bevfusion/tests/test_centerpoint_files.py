@@ -134,14 +134,15 @@ def test_autoware_s_node_reads_boxes_of_older_mmdetection3d(tmp_path: Path) -> N
     assert written.agreement[0].matched > 0
     with torch.no_grad():
         features = quantized.encode_lidar(*batches[0][:3])
-        wanted = quantized(*batches[0])
+        # Float sums of other threads flip integers, which random weights amplify.
+        wanted = simulate(quantized, tuple(batches[0]))(*batches[0])
     got = open_onnx(tmp_path / "files" / dense.name)({"spatial_features": features})
     length, width, height = wanted["dim_0"][0]
     apart = (got["dim"][0] - torch.stack([width, length, height])).abs()
-    assert float(apart.mean()) < 0.05 < float((length - width).abs().mean())
+    assert float(apart.mean()) < 1e-3 < float((length - width).abs().mean())
     yaw = torch.atan2(*wanted["rot_0"][0])
     node_yaw = -torch.atan2(*got["rot"][0]) - torch.pi / 2  # as autoware_lidar_centerpoint's
-    assert float(torch.sin((node_yaw - yaw) / 2).abs().median()) < 0.05
+    assert float(torch.sin((node_yaw - yaw) / 2).abs().median()) < 1e-3
 
 
 def test_patterns_may_leave_the_part_out() -> None:
