@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "bevquant_sparse": set(),
     "bevquant_graph": {"bevquant_sparse"},
     "bevquant_fusion": {"bevquant_sparse", "bevquant_graph"},
-    "bevquant_quantizers": {"bevquant_graph"},
+    "bevquant_quantizers": {"bevquant_sparse", "bevquant_graph"},
     "bevquant_qnn": {"bevquant_sparse", "bevquant_graph", "bevquant_fusion", "bevquant_quantizers"},
     "bevquant_int8sim": {
         "bevquant_sparse",

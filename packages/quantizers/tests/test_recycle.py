@@ -38,11 +38,11 @@ def test_what_lies_idle_is_bounded() -> None:
     whole(1.0)
     tracemalloc.start()
     try:
-        held = [whole(1.0) for _ in range(20)]
-        assert tracemalloc.get_traced_memory()[0] > 15 << 21  # the rest lay idle before
-        large = whole(1.0, (1 << 24,))  # 64 MiB: left to the C library
+        held = [whole(1.0) for _ in range(80)]
+        assert tracemalloc.get_traced_memory()[0] > 47 << 21  # at most 32 lay idle before
+        large = whole(1.0, (1 << 25,))  # 128 MiB: left to the C library
         del held, large
-        assert tracemalloc.get_traced_memory()[0] < 5 << 21
+        assert tracemalloc.get_traced_memory()[0] < 33 << 21
     finally:
         tracemalloc.stop()
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 pytest.importorskip("numba")
 from bevquant_int8sim import int8_conv2d
 from bevquant_sparse.runtime import task_board
-from bevquant_sparse.runtime.threads import drain_together, share
+from bevquant_sparse.runtime.threads import drain_together, in_parts, share
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1000])
@@ -27,6 +28,14 @@ def test_every_call_once(threads, count):
 
         share(work, count)
         assert (calls == 1).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_parts_cover_the_whole_in_order(threads, count):
+    bounds = in_parts(lambda first, stop: (first, stop), count, 100)
+    assert (bounds[0][0], bounds[-1][1]) == (0, count)
+    assert all(one[1] == two[0] for one, two in pairwise(bounds))
+    assert len(bounds) == (1 if count < 200 else min(10, 3 * torch.get_num_threads()))
 
 
 def test_several_threads_call(threads):

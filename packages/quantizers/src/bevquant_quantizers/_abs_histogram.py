@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._jit import use_numba
+from ._jit import SMALLEST_PART, use_numba
 from ._memory_order import as_it_lies
-from ._threads import run_parts
 
 # Loading numba for less than this is not worth it.
 _SMALLEST_KERNEL = 1 << 14
@@ -182,6 +181,8 @@ def abs_histogram(
 
 def _one_pass(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> AbsHistogram | None:
     """Return what `abs_histogram` does; None where x is not finite or its range is extreme."""
+    from bevquant_sparse.runtime.threads import in_parts
+
     from . import _counts_numba as kernels
 
     values = as_it_lies(x).numpy()
@@ -190,7 +191,8 @@ def _one_pass(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> 
         return None
     # The largest value sets the bins: x is read twice.
     if not upper:
-        top = max(run_parts(lambda i, j: int(kernels.largest_bits(bits[i:j])), values.size))
+        largest = lambda i, j: int(kernels.largest_bits(bits[i:j]))  # noqa: E731
+        top = max(in_parts(largest, values.size, SMALLEST_PART))
         upper = _value(top)
         if top >= kernels.NOT_FINITE or not upper:
             return None
@@ -207,7 +209,7 @@ def _one_pass(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> 
             )
             return int(found[0]), int(found[1]), counts
 
-        found = run_parts(part, values.size)
+        found = in_parts(part, values.size, max(SMALLEST_PART, 4 * size))
         top = max(part[0] for part in found)
         if top >= kernels.NOT_FINITE:
             return None

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ._jit import jit
-from ._threads import run_parts
+from bevquant_sparse.runtime.threads import in_parts
+
+from ._jit import SMALLEST_PART, jit
 
 # Without their sign bit float32 values order as integers do, and whatever is not finite lies at
 # or above this one. An integer maximum vectorises where one that must respect NaN does not.
@@ -78,7 +79,7 @@ def count_signed(values: Any, amax: Any, span: float, counts: Any) -> tuple[int,
     def part(first: int, stop: int) -> Any:
         return _count_part(first, stop, flat, after, amax, span, len(counts))
 
-    parts = run_parts(part, flat.size)
+    parts = in_parts(part, flat.size, SMALLEST_PART)
     for _, _, found in parts:
         counts += found[:-1]
     return sum(int(beyond) for beyond, *_ in parts), sum(int(zeros) for _, zeros, _ in parts)

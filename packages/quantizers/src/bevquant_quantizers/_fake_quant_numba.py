@@ -1,15 +1,8 @@
-"""One pass over float32 memory: scale, round, clamp, scale back, and note what was inside.
-
-Results go into memory of earlier ones that were freed. The C library gives large blocks back to the
-system as soon as they are freed, so that each new 20 MB tensor costs thousands of page faults and
-as many pages set to zero: more time than fake-quantizing into it takes. CUDA allocators keep such
-blocks, and so does this one, a few.
-"""
+"""One pass over float32 memory: scale, round, clamp, scale back, and note what was inside."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,20 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.runtime.threads import in_parts
+
 from ._format import NumBits, format_of
-from ._jit import jit
+from ._jit import SMALLEST_PART, jit
 from ._memory_order import memory_order
 from ._steps import refuse_negative, scales
 from ._stream_numba import LANES, keep_stream, quantize_stream
-from ._threads import run_parts
 
-_PARTS = 8  # for each thread
 _SMALLEST_STREAM = 1 << 20  # bytes
-_SMALLEST, _LARGEST = 1 << 20, 1 << 25  # bytes; below the C library reuses by itself
-_LINE = 64  # bytes of a cache line, at whose start each block begins
-# A full deque drops its oldest: at most 128 MiB lie idle. Its methods are atomic, which matters
-# because a block may come back at any moment, in any thread and within a garbage collection.
-_idle: deque[Any] = deque(maxlen=4)
 
 # The arithmetic is that of the torch path, operation by operation, so the results are equal bit
 # for bit: a comparison with NaN is false, which keeps a NaN as torch.clamp does. Slices that
@@ -145,7 +134,7 @@ def one_pass(
         # Without `masked` the bits are written all the same: a thirty-second of what y is.
         words = np.empty(x.numel() // LANES, np.int16)
         a, b = dense.numpy().reshape(-1), y_array.reshape(-1)
-        run_parts(
+        in_parts(
             lambda i, j: quantize_stream(
                 a[LANES * i : LANES * j],
                 b[LANES * i : LANES * j],
@@ -156,18 +145,17 @@ def one_pass(
                 *bounds,
             ),
             words.size,
-            elements=a.size,
-            each=_PARTS,
+            SMALLEST_PART // LANES,
         )
         return y, torch.from_numpy(words) if masked else None
     inside, mask = _empty(dense.shape, order, np.bool_) if masked else (None, np.empty(0, np.bool_))
     arrays: list[Any] = [dense.numpy(), y_array, mask]
     if not wide:
         a, b, m = (array.reshape(-1) for array in arrays)
-        negative = run_parts(
+        negative = in_parts(
             lambda i, j: _flat(a[i:j], b[i:j], m[i:j], amaxs[0], up[0], down[0], *bounds),
             a.size,
-            each=_PARTS,
+            SMALLEST_PART,
         )
     else:
         inner = math.prod(dense.shape[wide[0] + 1 :])
@@ -181,7 +169,7 @@ def one_pass(
                 return bool(_by_column(a[i:j], b[i:j], m[i:j], *tail))
             return bool(_by_row(a[i:j], b[i:j], m[i:j], *tail, i))
 
-        negative = run_parts(part, a.shape[0], elements=a.size, each=_PARTS)
+        negative = in_parts(part, a.shape[0], max(SMALLEST_PART // columns, 1))
     if options[1] and any(negative):
         refuse_negative(x)
     return y, inside
@@ -189,46 +177,9 @@ def one_pass(
 
 def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, Any]:
     """Return an uninitialised tensor of axes in their own order, and its memory in `order`."""
-    array = _memory(tuple(shape), dtype)
+    array = workspace.empty(tuple(shape), dtype)
     own = sorted(range(len(order)), key=order.__getitem__)
     return torch.from_numpy(array).permute(own), array
-
-
-class _Buffer:
-    """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
-
-    def __init__(self, block: Any) -> None:
-        # Held here: a module's names are gone when the interpreter shuts down.
-        self.idle, self.block = _idle, block
-        self.__array_interface__ = block.__array_interface__
-
-    def __del__(self) -> None:
-        self.idle.append(self.block)
-
-
-def _memory(shape: tuple[int, ...], dtype: type) -> Any:
-    """Return an uninitialised array, where one fits in memory that an earlier one has left."""
-    size = math.prod(shape)
-    nbytes = size * np.dtype(dtype).itemsize
-    if not _SMALLEST <= nbytes <= _LARGEST:
-        return np.empty(shape, dtype)
-    # The memory comes back when the last array or tensor that shows it is gone.
-    return np.asarray(_Buffer(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
-
-
-def _take(nbytes: int) -> Any:
-    """Return an idle block of at most twice the size, or a new one."""
-    for _ in range(len(_idle)):
-        try:
-            block = _idle.popleft()
-        except IndexError:  # another thread took the last one
-            break
-        if nbytes <= block.nbytes <= 2 * nbytes:
-            return block
-        _idle.append(block)
-    raw = np.empty(nbytes + _LINE, np.uint8)
-    start = -raw.ctypes.data % _LINE
-    return raw[start : start + nbytes]
 
 
 def _streams(x: Tensor, array: Any) -> bool:
@@ -247,11 +198,10 @@ def keep_packed(grad: Tensor, inside: Tensor) -> Tensor:
     if not _streams(out, array):
         return torch.where(unpack(inside).reshape(grad.shape), grad, 0.0)
     g, m, o = grad.contiguous().numpy().reshape(-1), inside.numpy(), array.reshape(-1)
-    run_parts(
+    in_parts(
         lambda i, j: keep_stream(g[LANES * i : LANES * j], m[i:j], o[LANES * i : LANES * j]),
         m.size,
-        elements=g.size,
-        each=_PARTS,
+        SMALLEST_PART // LANES,
     )
     return out
 
@@ -270,5 +220,5 @@ def keep(grad: Tensor, inside: Tensor) -> Tensor | None:
         return None
     out, array = _empty(dense.shape, order, np.float32)
     g, m, o = (a.reshape(-1) for a in (dense.numpy(), mask.numpy(), array))
-    run_parts(lambda i, j: _masked_gradient(g[i:j], m[i:j], o[i:j]), g.size, each=_PARTS)
+    in_parts(lambda i, j: _masked_gradient(g[i:j], m[i:j], o[i:j]), g.size, SMALLEST_PART)
     return out

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from bevquant_quantizers.plugins import importable
 
+SMALLEST_PART = 1 << 16  # values; fewer cost less than handing them to a thread
+
 
 @cache
 def has_numba() -> bool:
-    """Say whether numba can be imported, without importing it."""
-    return importable("numba")
+    """Say whether numba can be imported and compiles, without importing it."""
+    return importable("numba") and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 
 
 def use_numba(backend: str, worthwhile: bool) -> bool:
@@ -20,7 +23,10 @@ def use_numba(backend: str, worthwhile: bool) -> bool:
     if backend not in ("auto", "numba", "torch"):
         raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
     if backend == "numba" and not has_numba():
-        raise ImportError("backend='numba' needs numba: pip install numba, or use 'auto'")
+        raise ImportError(
+            "backend='numba' needs numba, without NUMBA_DISABLE_JIT: pip install numba, or use "
+            "'auto'"
+        )
     return backend == "numba" or (backend == "auto" and worthwhile and has_numba())
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from itertools import count as counter
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ from bevquant_sparse.runtime.task_board import (
     set_asleep,
     settled,
 )
+
+Result = TypeVar("Result")
 
 _BLOCK = 1 << 16  # values of a line
 _PARTS = 3  # of a thread, so that one that comes late costs little
@@ -182,10 +184,19 @@ def in_chunks(work: Callable[[int, int], object], count: int, chunk: int) -> Non
     share(lambda i: work(i * chunk, min((i + 1) * chunk, count)), -(-count // chunk))
 
 
-def in_parts(work: Callable[[int, int], object], count: int, smallest: int) -> None:
-    """The same for few parts, each of at least about `smallest`: every one costs Python's time."""
+def in_parts(work: Callable[[int, int], Result], count: int, smallest: int) -> list[Result]:
+    """The same for few parts, each of at least about `smallest`: every one costs Python's time.
+
+    Returns the results in order.
+    """
     parts = max(1, min(count // smallest, _PARTS * torch.get_num_threads()))
-    share(lambda i: work(count * i // parts, count * (i + 1) // parts), parts)
+    results: dict[int, Result] = {}
+
+    def part(number: int) -> None:
+        results[number] = work(count * number // parts, count * (number + 1) // parts)
+
+    share(part, parts)
+    return [results[number] for number in range(parts)]
 
 
 def address(array: npt.NDArray[Any]) -> int:
