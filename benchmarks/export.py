@@ -41,10 +41,9 @@ from _machine import print_machine
 from torch import nn
 
 from bev_scenes import street_frame
-from bevfusion.deployment import Piece
+from bevfusion.deployment import Piece, nvidia_pieces, walk, write_piece
 from bevfusion.model import CONFIGS, build_model, random_weights
 from bevfusion.model._encoder import SparseEncoder
-from bevfusion_quant.export import nvidia_pieces, walk, write_piece
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

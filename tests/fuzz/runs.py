@@ -170,9 +170,10 @@ def record() -> Target:
 
 def run_evidence() -> Target:
     from bevfusion_quant.pages import ReportContent, write_report
-    from bevfusion_quant.ptq import LayerRow
     from bevfusion_quant.report import read_evidence
-    from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, write_digests, write_json
+    from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, write_digests
+    from bevquant_qnn import LayerRow
+    from bevquant_quantizers.documents import write_json
 
     head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 
@@ -208,7 +209,7 @@ def run_digests() -> Target:
 
 
 def run_settings() -> Target:
-    from bevfusion_quant.ptq import read_run_config
+    from bevfusion_quant.saved_run import read_run_config
 
     settings = {
         "format": "bevfusion-quant run", "version": 3, "config": "tiny", "branch": "lidar",

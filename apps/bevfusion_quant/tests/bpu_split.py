@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from bev_scenes import street_frame
+from bevfusion.deployment import SplitModel
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, random_weights
-from bevfusion_quant.bpu import BpuConfig, Forms, Models, SplitModel, SplitUnits, for_march
-from bevfusion_quant.ptq import FrameBatches, built_parts
+from bevfusion_quant.bpu import BpuConfig, Models, SplitUnits, for_march
+from bevfusion_quant.ptq import FrameBatches
+from bevfusion_quant.stages import built_parts
+from bevquant_hybrid_tools.forms import Forms
 
 __all__ = ["TINY", "Split", "small_frame", "split"]
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from bevfusion.model import PARTS
-from bevfusion_quant.integer import FloatPart, SavedPart, Simulation, integer_stages
+from bevfusion.quantization import integer_stages
+from bevfusion_quant.integer import FloatPart, SavedPart, Simulation
 from bevquant_int8sim import LayerRow
 
 __all__ = ["float_row", "layer_row", "simulation"]

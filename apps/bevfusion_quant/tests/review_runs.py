@@ -18,17 +18,11 @@ from bev_data.metrics import Accuracy, AccuracyAccumulator, Bootstrap
 from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.export import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion_quant.pages import ReportBoxes, ReportContent, ReportScene, write_report
-from bevfusion_quant.ptq import LayerRow, QuantizerValues
-from bevfusion_quant.run import (
-    RUN_FORMAT,
-    RUN_VERSIONS,
-    sha256,
-    versions,
-    write_digests,
-    write_json,
-)
+from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, versions, write_digests
 from bevfusion_quant.sensitivity import SensitivityOutcome
-from bevquant_qnn import SensitivityRow, SensitivityTable
+from bevquant_qnn import LayerRow, SensitivityRow, SensitivityTable
+from bevquant_quantizers import QuantizerValues
+from bevquant_quantizers.documents import sha256, write_json
 
 __all__ = ["LAYERS", "MadeUpRuns", "accuracy"]
 

@@ -24,7 +24,8 @@ from bevfusion.model import CONFIGS
 from bevfusion.model.head import NUSCENES_CLASSES, Detections
 from bevfusion_quant.cli import main
 from bevfusion_quant.datasets import labelled_region, open_dataset, range_origin, scene_name
-from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
+from bevfusion_quant.ptq import FrameBatches, load_run
+from bevfusion_quant.saved_run import LoadedRun
 from bevquant_int8sim import IntegerModel, simulate
 
 TINY = CONFIGS["tiny"]

@@ -23,7 +23,8 @@ from bevfusion.model import build_model
 from bevfusion_quant import InputError
 from bevfusion_quant.bpu import load_bpu_run
 from bevfusion_quant.cli import main
-from bevfusion_quant.ptq import FrameBatches, load_run, read_run_config
+from bevfusion_quant.ptq import FrameBatches, load_run
+from bevfusion_quant.saved_run import read_run_config
 from bevquant_hybrid.partition import Plan
 
 FILES = {

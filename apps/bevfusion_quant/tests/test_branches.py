@@ -11,15 +11,9 @@ from torch import nn
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, PART_PATHS, PARTS, build_model
 from bevfusion.quantization import expand_patterns, fuse_detector
-from bevfusion_quant.ptq import (
-    Branch,
-    FrameBatches,
-    built_parts,
-    example_batch,
-    fuse_branch,
-    quantize_branch,
-    quantized_parts,
-)
+from bevfusion_quant.options import Branch
+from bevfusion_quant.ptq import FrameBatches, example_batch, fuse_branch, quantize_branch
+from bevfusion_quant.stages import built_parts, quantized_parts
 from bevquant_quantizers import TensorQuantizer
 
 TINY = CONFIGS["tiny"]

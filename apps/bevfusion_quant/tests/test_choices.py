@@ -15,14 +15,15 @@ import torch
 
 from bevfusion.detectors import DETECTORS
 from bevfusion.model import PARTS
+from bevfusion.quantization import sensitivity_output
 from bevfusion_quant import options
 from bevfusion_quant.bpu import BpuConfig
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.commands.training import Qat, Train
 from bevfusion_quant.options._choices import unknown_name
-from bevfusion_quant.ptq import PtqConfig, is_detector
+from bevfusion_quant.ptq import PtqConfig
 from bevfusion_quant.qat import QatConfig
-from bevfusion_quant.sensitivity import sensitivity_output
+from bevfusion_quant.stages import is_detector
 from bevfusion_quant.train import TRAINED_BRANCHES, TrainConfig
 from bevquant_int8sim import backend_report
 from bevquant_qnn import PlannedGroup, round_weights

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bev_data.metrics import AgreementRow
+from bevfusion.deployment import set_verdict
 from bevfusion_quant import VerificationError
 from bevfusion_quant.commands.ptq import demo_target
 from bevfusion_quant.export import (
@@ -18,10 +20,8 @@ from bevfusion_quant.export import (
     SetStage,
     export_text,
     refuse_wrong_files,
-    set_verdict,
 )
 from bevfusion_quant.pages import ReportContent, write_report
-from bevfusion_quant.ptq import AgreementRow
 
 EVIL = '</script><script>hurt()</script><b title="x">'
 

@@ -15,20 +15,18 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx
 from bpu_split import small_frame
 
-from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
-from bevfusion_quant import InputError
-from bevfusion_quant.export import (
-    ExportedSet,
+from bevfusion.deployment import (
     FilePart,
     bpu_files,
-    export_model,
-    export_text,
     nvidia_files,
     nvidia_pieces,
     outputs_of,
     walk,
     watching,
 )
+from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights
+from bevfusion_quant import InputError
+from bevfusion_quant.export import ExportedSet, export_model, export_text
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,

@@ -12,7 +12,7 @@ from integer_rows import float_row, layer_row, simulation
 from bevfusion_quant import InputError
 from bevfusion_quant.integer import FloatPart, SavedPart, check_backend
 from bevfusion_quant.pages import ReportContent, write_report
-from bevfusion_quant.run import write_json
+from bevquant_quantizers.documents import write_json
 
 EVIL = 'heads.</script><script>alert("x")</script>'
 

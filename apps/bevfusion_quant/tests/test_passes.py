@@ -12,7 +12,7 @@ import torch
 from bpu_split import small_frame
 from torch import Tensor, nn
 
-from bevfusion_quant.integer import in_integers
+from bevfusion.quantization import in_integers
 from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
 from bevquant_int8sim.model import _reference

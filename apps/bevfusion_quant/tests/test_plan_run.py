@@ -13,19 +13,20 @@ from bpu_split import TINY, small_frame
 from decoder_runs import copied_run
 from without_pictures import without_pictures
 
+from bevfusion.deployment import nvidia_pieces, write_piece
 from bevfusion.model import trained_weights
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export import ONNX_FOLDER, export_run, nvidia_pieces, write_piece
+from bevfusion_quant.export import ONNX_FOLDER, export_run
 from bevfusion_quant.integer import lowered
-from bevfusion_quant.ptq import (
-    FrameBatches,
+from bevfusion_quant.ptq import FrameBatches, PtqConfig, load_run, run_ptq
+from bevfusion_quant.saved_run import (
     LoadedRun,
-    PtqConfig,
-    load_run,
-    run_ptq,
+    apply_plan,
+    read_plan,
+    refuse_in_files,
+    refuse_unsigned,
 )
-from bevfusion_quant.saved_run import apply_plan, read_plan, refuse_in_files, refuse_unsigned
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Float8Layer
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups

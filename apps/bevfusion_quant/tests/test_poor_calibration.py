@@ -16,9 +16,10 @@ from without_pictures import without_pictures
 
 from bev_data.points import Frame, VoxelData, read_points
 from bev_scenes import street_frame
-from bevfusion.evaluation import FrameNote, frame_findings, note_of, note_record
+from bevfusion.evaluation import FrameNote, PoorData, frame_findings, note_of, note_record
 from bevfusion_quant.cli import main
-from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
+from bevfusion_quant.frames import finding_lines
+from bevfusion_quant.ptq import FrameBatches, calibrate_branch
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
@@ -195,7 +196,7 @@ def test_real_frames_and_streets_are_usual(data: Path) -> None:
 
 def test_frames_without_a_lidar_branch_are_not_judged() -> None:
     from bevfusion.model import CONFIGS, build_model
-    from bevfusion_quant.ptq import built_parts
+    from bevfusion_quant.stages import built_parts
 
     frame = street_frame(seed=3, size="tiny", cameras="tiny")
     batches = FrameBatches(

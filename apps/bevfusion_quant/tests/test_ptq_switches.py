@@ -16,19 +16,14 @@ from decoder_runs import copied_run
 from torch import Tensor, nn
 from without_pictures import without_pictures
 
+from bevfusion.deployment import nvidia_pieces, write_piece
 from bevfusion.model import Batch
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export import export_run, nvidia_pieces, write_piece
-from bevfusion_quant.ptq import (
-    FrameBatches,
-    LoadedRun,
-    PtqConfig,
-    load_run,
-    run_evaluate,
-    run_ptq,
-)
+from bevfusion_quant.export import export_run
+from bevfusion_quant.ptq import FrameBatches, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.run import PAGE_FILE, RunSettings
+from bevfusion_quant.saved_run import LoadedRun
 from bevfusion_quant.sensitivity import precisions_of, run_sensitivity
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer

@@ -18,16 +18,16 @@ from without_pictures import without_pictures
 
 from bev_data.points import Frame
 from bev_scenes import street_frame
+from bevfusion.deployment import nvidia_pieces
 from bevfusion.model import CONFIGS
 from bevfusion.quantization import QatDetectorTrainer
 from bevfusion.training import make_batch, order_of
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export import nvidia_pieces
-from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
+from bevfusion_quant.ptq import FrameBatches, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat, trainer_for
-from bevfusion_quant.run import as_settings, sha256
-from bevfusion_quant.saved_run import ModelSettings, save_model
+from bevfusion_quant.run import as_settings
+from bevfusion_quant.saved_run import LoadedRun, ModelSettings, save_model
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,
@@ -40,6 +40,7 @@ from bevfusion_quant.train import (
 from bevquant_int8sim import simulate
 from bevquant_qnn import PrecisionPlan, apply_precision, distillation_loss, precision_groups
 from bevquant_quantizers import named_quantizers
+from bevquant_quantizers.documents import sha256
 
 CPU = torch.device("cpu")
 STILL = Augmentation(flip=False, rotation=0.0, scale=0.0)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from bevfusion.model.head import Detections
+from bevfusion.quantization import KeptScores
 from bevfusion_quant import InputError
 from bevfusion_quant.commands import check_processes
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.commands.saved import Evaluate
 from bevfusion_quant.commands.tree import Tree
-from bevfusion_quant.sensitivity import KeptScores
 from bevquant_quantizers.ranks import (
     Ranks,
     Shards,

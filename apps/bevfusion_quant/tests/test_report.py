@@ -29,7 +29,8 @@ from bevfusion_quant.pages import (
     write_report,
 )
 from bevfusion_quant.pages._content import unusable
-from bevfusion_quant.ptq import LayerRow, QuantizerValues
+from bevquant_qnn import LayerRow
+from bevquant_quantizers import QuantizerValues
 
 EVIL = '</script><script>alert("x")</script>&amp;'
 EXTENT = (-10.0, -10.0, 10.0, 10.0)

@@ -21,7 +21,8 @@ from bevfusion_quant.pages import (
     ReportStage,
     write_report,
 )
-from bevfusion_quant.ptq import LayerRow, QuantizerValues
+from bevquant_qnn import LayerRow
+from bevquant_quantizers import QuantizerValues
 
 LAYERS = 80
 EXTENT = (-20.0, -20.0, 20.0, 20.0)

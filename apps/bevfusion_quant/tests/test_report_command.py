@@ -16,7 +16,8 @@ from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.pages import read_sections
 from bevfusion_quant.report import ReportResult, report_text, run_report
-from bevfusion_quant.run import sha256, write_digests
+from bevfusion_quant.run import write_digests
+from bevquant_quantizers.documents import sha256
 
 EVIL = "fuser.</script><script>window.hurt=1</script>"
 KEYS = [

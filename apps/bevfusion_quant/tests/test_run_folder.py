@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bevfusion_quant import InputError
-from bevfusion_quant.ptq import free_name, run_folder
+from bevfusion_quant.options import free_name
+from bevfusion_quant.ptq import run_folder
 from bevfusion_quant.report import run_report
 
 OURS = json.dumps({"format": "bevfusion-quant run"})

@@ -13,9 +13,11 @@ from decoder_runs import copied_run
 
 from bev_data.metrics import DetectionRules, evaluate_detections
 from bevfusion.model import CONFIGS
+from bevfusion.quantization import sensitivity_output
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.ptq import FrameBatches, LoadedRun, load_run
+from bevfusion_quant.ptq import FrameBatches, load_run
+from bevfusion_quant.saved_run import LoadedRun
 from bevfusion_quant.sensitivity import (
     SensitivityResult,
     measure_sensitivity,
@@ -23,7 +25,6 @@ from bevfusion_quant.sensitivity import (
     plan_within,
     refine_within,
     run_sensitivity,
-    sensitivity_output,
 )
 from bevquant_qnn import PrecisionPlan, SensitivityTable, precision_groups
 

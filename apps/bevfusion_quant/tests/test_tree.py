@@ -13,7 +13,7 @@ import pytest
 
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands.tree import tree
-from bevfusion_quant.ptq import Branch
+from bevfusion_quant.options import Branch
 
 Node = tuple[str, str, tuple["Node", ...]]
 INPUT = "8bit fake per-tensor amax=dynamic calibrator=HistogramCalibrator scale=1.0 quant"

@@ -13,31 +13,22 @@ from bevfusion.deployment import (
     ExportedFile,
     ExportedSet,
     FileLayer,
-    FilePart,
     FilePort,
     SetStage,
     beside_bpu_layers,
     beside_layers,
-    bpu_files,
     bpu_pieces,
     export_pieces,
     export_text,
     export_whole,
-    file_size,
-    nvidia_files,
     nvidia_pieces,
-    outputs_of,
-    set_verdict,
-    walk,
-    watching,
-    write_piece,
 )
 from bevfusion.detectors import example_of, is_foreign
 from bevfusion.model import Detector
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
-from bevfusion_quant.options import ExportTarget, Place
+from bevfusion_quant.options import Place
 from bevfusion_quant.pages import write_found
 from bevfusion_quant.run import Clock, new_run, return_freed_memory, versions
 from bevfusion_quant.saved_run import (
@@ -58,27 +49,16 @@ from bevquant_quantizers.plugins import importable
 __all__ = [
     "ONNX_FOLDER",
     "ExportResult",
-    "ExportTarget",
     "ExportedFile",
     "ExportedSet",
     "FileLayer",
-    "FilePart",
     "FilePort",
     "SetStage",
-    "bpu_files",
     "export_model",
     "export_run",
     "export_text",
-    "file_size",
     "missing_libraries",
-    "nvidia_files",
-    "nvidia_pieces",
-    "outputs_of",
     "refuse_wrong_files",
-    "set_verdict",
-    "walk",
-    "watching",
-    "write_piece",
 ]
 
 ONNX_FOLDER = "onnx"

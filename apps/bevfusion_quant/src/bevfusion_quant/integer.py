@@ -11,22 +11,19 @@ from bev_data.metrics import AccuracyAccumulator
 from bevfusion.detectors import example_of
 from bevfusion.model import Batch, Detector
 from bevfusion.quantization import (
-    QUERIES,
     FloatPart,
     IntegerStage,
     QuantizationEvaluation,
     SavedPart,
     Simulation,
     evaluate_quantized,
-    in_integers,
-    integer_stages,
     lies_below,
     simulate_detector,
     simulation_text,
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import Backend, Branch
+from bevfusion_quant.options import Branch
 from bevfusion_quant.run import Clock
 from bevfusion_quant.stages import quantized_parts, why_float
 from bevquant_int8sim import IntegerModel, LayerComparison, simulate
@@ -34,8 +31,6 @@ from bevquant_int8sim.program import Float8Layer, Weighted
 from bevquant_quantizers.ranks import Shards, current_ranks
 
 __all__ = [
-    "QUERIES",
-    "Backend",
     "FloatPart",
     "IntegerStage",
     "Lowered",
@@ -43,8 +38,6 @@ __all__ = [
     "Simulation",
     "check_backend",
     "evaluate_models",
-    "in_integers",
-    "integer_stages",
     "lower_model",
     "simulate_model",
     "simulation_text",

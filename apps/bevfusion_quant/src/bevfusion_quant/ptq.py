@@ -19,16 +19,13 @@ from bev_data.metrics import (
     Bootstrap,
     FoundRow,
     agreement_text,
-    match,
 )
 from bev_data.points import Frame
-from bevfusion.deployment import ExportedSet
+from bevfusion.deployment import ExportedSet, watching
 from bevfusion.detectors import build_detector, example_of, is_foreign
 from bevfusion.evaluation import PoorData, accuracy_accumulator, data_findings
 from bevfusion.model import example_batch
 from bevfusion.quantization import (
-    Comparison,
-    StageMaps,
     StageRow,
     compare_layers,
     layer_table,
@@ -40,88 +37,60 @@ from bevfusion.quantization import (
 )
 from bevfusion.quantization import calibrate_detector as calibrate_branch
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
-from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
+from bevfusion_quant.export import ONNX_FOLDER, export_model
+from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.integer import Simulation, check_backend, evaluate_models, lower_model
-from bevfusion_quant.options import Branch, Method, Place, PtqConfig, free_name
+from bevfusion_quant.options import Place, PtqConfig
 from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.remedy import find_remedy
-from bevfusion_quant.run import Clock, new_run, plain, run_folder, written_text
+from bevfusion_quant.run import Clock, new_run, run_folder
 from bevfusion_quant.saved_run import (
     EXAMPLE_FRAME,
-    LoadedRun,
     apply_plan,
     load_quantized,
     load_run,
     read_model_settings,
     read_plan,
-    read_run_config,
     refuse_in_files,
     refuse_unfolded,
     refuse_unsigned,
     save_model,
 )
 from bevfusion_quant.stages import (
-    Stage,
     built_parts,
     fill_weights,
     fuse_branch,
-    is_detector,
     keep_batch_norms,
     quantize_as,
     quantize_branch,
     quantized_parts,
-    reads_images,
     sizes_of,
 )
 from bevquant_qnn import LayerRow, RoundingResult, WeightSize, weight_size
-from bevquant_quantizers import CalibrationReport, QuantizerRow, QuantizerValues, watch_quantizers
+from bevquant_quantizers import CalibrationReport, QuantizerRow, watch_quantizers
+from bevquant_quantizers.documents import plain
 from bevquant_quantizers.ranks import current_ranks
 
 __all__ = [
     "AgreementAccumulator",
-    "AgreementRow",
-    "Branch",
-    "Comparison",
     "EvaluateResult",
-    "FoundRow",
     "FrameBatches",
-    "LayerRow",
-    "LoadedRun",
-    "Method",
-    "PoorData",
     "PtqConfig",
     "PtqResult",
-    "QuantizerRow",
-    "QuantizerValues",
-    "Stage",
-    "StageMaps",
-    "StageRow",
     "agreement_text",
-    "built_parts",
     "calibrate_branch",
     "compare_layers",
-    "data_findings",
     "example_batch",
-    "finding_lines",
-    "free_name",
     "fuse_branch",
-    "is_detector",
     "layer_table",
     "load_quantized",
     "load_run",
-    "match",
     "quantize_branch",
-    "quantized_parts",
-    "read_run_config",
-    "reads_images",
-    "refuse_poor",
     "run_evaluate",
     "run_folder",
     "run_ptq",
     "stage_table",
     "watch_quantizers",
-    "written_text",
 ]
 
 

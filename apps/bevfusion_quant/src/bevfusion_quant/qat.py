@@ -42,21 +42,17 @@ from bevfusion_quant.saved_run import (
 )
 from bevfusion_quant.stages import quantized_parts
 from bevfusion_quant.train import TrainConfig, refusing_divergence, usable_device
-from bevquant_qnn import FramePart, RangeFollower, StepSum, add_up, parts_in_order, weighted_layers
+from bevquant_qnn import FramePart, add_up
 from bevquant_quantizers.ranks import current_ranks
 
 __all__ = [
     "FramePart",
     "QatConfig",
     "QatResult",
-    "RangeFollower",
-    "StepSum",
     "add_up",
-    "parts_in_order",
     "read_trainable",
     "run_qat",
     "trainer_for",
-    "weighted_layers",
 ]
 
 

@@ -20,19 +20,12 @@ from bevfusion.quantization import fuse_detector
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
 from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
-from bevfusion_quant.run import (
-    CONFIG_FILE,
-    RunSettings,
-    as_settings,
-    read_written,
-    refuse_version,
-    sha256,
-)
+from bevfusion_quant.run import CONFIG_FILE, RunSettings, as_settings, read_written, refuse_version
 from bevfusion_quant.stages import built_parts, quantize_as, reads_images, sizes_of
 from bevquant_export.targets import find_target, targets
 from bevquant_qnn import PrecisionPlan, apply_precision
 from bevquant_quantizers import load_ranges, save_ranges
-from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
+from bevquant_quantizers.documents import as_form, read_tensors, sha256, write_tensors
 
 # The plan of precisions that calibration, comparison, simulation and export follow.
 

@@ -9,28 +9,23 @@ from typing import Unpack
 
 from bev_data.points import Frame
 from bevfusion.quantization import (
-    KeptScores,
     SensitivityOutcome,
     check_precisions,
     measure_sensitivity,
     plan_within,
     refine_within,
-    sensitivity_output,
     sensitivity_text,
     study_sensitivity,
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
-from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.pages import write_found
 from bevfusion_quant.run import Clock, RunSettings, new_run, return_freed_memory
 from bevfusion_quant.saved_run import load_run, read_model_settings
 from bevquant_qnn import Budget
 
 __all__ = [
-    "KeptScores",
-    "Output",
     "SensitivityOutcome",
     "SensitivityResult",
     "measure_sensitivity",
@@ -39,7 +34,6 @@ __all__ = [
     "precisions_of",
     "refine_within",
     "run_sensitivity",
-    "sensitivity_output",
     "sensitivity_text",
 ]
 

@@ -1,7 +1,6 @@
 """BEVFusion for a Horizon BPU: dense parts in integers there, the rest in float on the CPU."""
 
 from bevfusion.deployment import SplitComparison as BpuComparison
-from bevfusion.deployment import SplitModel
 from bevfusion.deployment import SplitStage as BpuStage
 from bevfusion_quant.bpu._prepare import (
     Models,
@@ -18,9 +17,9 @@ from bevfusion_quant.bpu._run import (
     run_bpu,
     run_bpu_evaluate,
 )
-from bevfusion_quant.bpu_outcome import BpuOutcome, bpu_text
-from bevfusion_quant.options import BpuConfig, MarchName
-from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer, Forms
+from bevfusion_quant.bpu_outcome import BpuOutcome
+from bevfusion_quant.options import BpuConfig
+from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
 
 __all__ = [
     "BpuComparison",
@@ -30,14 +29,10 @@ __all__ = [
     "BpuOutcome",
     "BpuResult",
     "BpuStage",
-    "Forms",
     "LoadedBpuRun",
-    "MarchName",
     "Models",
-    "SplitModel",
     "SplitUnits",
     "bpu_parts",
-    "bpu_text",
     "calibrating_form",
     "compare_forms",
     "for_march",

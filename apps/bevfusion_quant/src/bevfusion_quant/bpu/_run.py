@@ -22,12 +22,12 @@ from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.pages import EvaluatedRun
-from bevfusion_quant.run import CONFIG_FILE, Clock, RunRecord, new_run, sha256
+from bevfusion_quant.run import CONFIG_FILE, Clock, RunRecord, new_run
 from bevfusion_quant.saved_run import read_model_settings
 from bevfusion_quant.stages import built_parts, fill_weights, sizes_of
 from bevquant_hybrid_tools.account import folded_norms, quantized_modules
 from bevquant_hybrid_tools.forms import Forms
-from bevquant_quantizers.documents import as_form, read_tensors, write_tensors, write_whole
+from bevquant_quantizers.documents import as_form, read_tensors, sha256, write_tensors, write_whole
 
 WEIGHTS = "weights.safetensors"
 _PACKAGES = ("bevquant-hybrid",)

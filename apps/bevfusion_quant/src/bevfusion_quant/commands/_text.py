@@ -12,8 +12,9 @@ from bevfusion_quant._errors import VerificationError
 from bevfusion_quant.options import FrameOptions, RunOptions
 
 if TYPE_CHECKING:
+    from bevfusion.evaluation import PoorData
     from bevfusion_quant.bpu import BpuResult
-    from bevfusion_quant.ptq import EvaluateResult, PoorData, PtqResult
+    from bevfusion_quant.ptq import EvaluateResult, PtqResult
 
 
 def joined(parts: Iterable[str]) -> str:
@@ -141,7 +142,7 @@ def run_text(
 
 def bpu_run_text(result: BpuResult, options: RunOptions, *, allow_poor: bool = False) -> str:
     """Output of `run_bpu` or `run_bpu_evaluate`."""
-    from bevfusion_quant.bpu import bpu_text
+    from bevfusion_quant.bpu_outcome import bpu_text
 
     text = finished_text(bpu_text(result.outcome), result, options, result.warnings)
     return _calibrated(text, result.findings, allow_poor=allow_poor)
@@ -149,7 +150,7 @@ def bpu_run_text(result: BpuResult, options: RunOptions, *, allow_poor: bool = F
 
 def _calibrated(text: str, findings: Sequence[PoorData], *, allow_poor: bool) -> str:
     """The text of a run; raises if its ranges cannot be right."""
-    from bevfusion_quant.ptq import refuse_poor
+    from bevfusion_quant.frames import refuse_poor
     from bevquant_quantizers.ranks import current_ranks
 
     if not allow_poor and current_ranks().first:

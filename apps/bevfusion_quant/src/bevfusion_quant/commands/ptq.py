@@ -150,8 +150,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         """Execute the command and return its output."""
         from bevfusion.detectors import is_foreign
         from bevfusion.model import named_weights
-        from bevfusion_quant.ptq import is_detector
-        from bevfusion_quant.stages import sizes_of
+        from bevfusion_quant.stages import is_detector, sizes_of
 
         if is_foreign(self.model):
             self._refuse(_OF_OWN_MODELS, f"--model {self.model} does not read it")
@@ -176,7 +175,8 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
     ) -> str:
         """For NVIDIA; the `whole` job includes integers and files."""
         from bevfusion_quant.frames import camera_names, frames_of
-        from bevfusion_quant.ptq import PtqConfig, reads_images, run_ptq
+        from bevfusion_quant.ptq import PtqConfig, run_ptq
+        from bevfusion_quant.stages import reads_images
 
         images = reads_images(branch, self.model) or (":" in self.model and bool(self.cameras))
         config = config_from(
@@ -200,7 +200,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         from bevfusion.model import named_weights
         from bevfusion_quant.bpu import BpuConfig, bpu_parts, run_bpu
         from bevfusion_quant.frames import camera_names, frames_of
-        from bevfusion_quant.ptq import is_detector, reads_images
+        from bevfusion_quant.stages import is_detector, reads_images
 
         if branch != "all" and is_detector(branch):
             raise InputError(

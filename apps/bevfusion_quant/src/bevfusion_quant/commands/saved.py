@@ -260,8 +260,8 @@ class Report(RunOptions):
 
     def execute(self, command: str) -> str:
         """Execute the command and return its output."""
-        from bevfusion_quant.ptq import written_text
         from bevfusion_quant.report import report_text, run_report
+        from bevfusion_quant.run import written_text
 
         result = run_report(**_given(run_report, self), **self.place(command))
         if self.quiet or self.json:

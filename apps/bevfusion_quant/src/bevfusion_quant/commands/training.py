@@ -116,7 +116,7 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
 def _quantized_text(result: QatResult) -> str:
     from bev_data.metrics import accuracy_text
     from bevfusion.training import losses_table
-    from bevfusion_quant.ptq import written_text
+    from bevfusion_quant.run import written_text
 
     table = losses_table(result.terms, result.losses)
     evaluated = [] if result.accuracy is None else [accuracy_text(result.accuracy)]

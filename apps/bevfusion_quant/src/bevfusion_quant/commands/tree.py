@@ -57,8 +57,8 @@ def tree(
     """
     from bev_scenes import stored_street
     from bevfusion.detectors import build_detector, example_of
-    from bevfusion_quant.ptq import built_parts, fuse_branch, quantize_branch
-    from bevfusion_quant.stages import sizes_of
+    from bevfusion_quant.ptq import fuse_branch, quantize_branch
+    from bevfusion_quant.stages import built_parts, sizes_of
 
     sizes = sizes_of(model, config)
     built = build_detector(sizes, built_parts(branch, model))

@@ -20,9 +20,8 @@ from markupsafe import Markup
 
 from bev_data.tables import or_dash, percent, plural
 from bevfusion_quant.pages import _format
-from bevfusion_quant.run import plain
 from bevquant_quantizers import write_whole
-from bevquant_quantizers.documents import DocumentError, read_json
+from bevquant_quantizers.documents import DocumentError, plain, read_json
 
 PAGE_DATA = "page.json"
 """Beside a page, its sections as data: what their templates were filled with."""

@@ -17,8 +17,9 @@ from bevfusion_quant.pages import LOW_SQNR_DB
 from bevfusion_quant.pages._format import decibels
 from bevfusion_quant.report._gather import Evidence, Gathered, Measured, frames_text
 from bevfusion_quant.report._headline import HeadlineGroup, HeadlineRow, headline_group
-from bevfusion_quant.run import BpuSummary, sha256
+from bevfusion_quant.run import BpuSummary
 from bevfusion_quant.stages import sizes_of
+from bevquant_quantizers.documents import sha256
 
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}

@@ -18,9 +18,8 @@ from bevfusion_quant.run import (
     read_settings,
     read_summary,
     refuse_version,
-    sha256,
 )
-from bevquant_quantizers.documents import DocumentError
+from bevquant_quantizers.documents import DocumentError, sha256
 
 _FOUND = ("qat", "bpu", "sensitivity", "export")  # kinds whose summary has a field of that name
 

@@ -29,7 +29,6 @@ from bevfusion_quant.run._record import (
     return_freed_memory,
     versions,
 )
-from bevquant_quantizers.documents import plain, sha256, write_json
 
 __all__ = [
     "CONFIG_FILE",
@@ -45,7 +44,6 @@ __all__ = [
     "RunSummary",
     "as_settings",
     "new_run",
-    "plain",
     "read_digests",
     "read_settings",
     "read_summary",
@@ -53,9 +51,7 @@ __all__ = [
     "refuse_version",
     "return_freed_memory",
     "run_folder",
-    "sha256",
     "versions",
     "write_digests",
-    "write_json",
     "written_text",
 ]
