@@ -62,6 +62,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "FP8-bias": {"plan": "fp8", "bias_correction": True},
     "FP8-gptq": {"plan": "fp8", **ROUNDED},
     "FP8-mixed": {"plan": "fp8", "budget": "time=1.2", "bias_correction": True},
+    "FP8-int8": {"plan": "fp8", "sparse": "int8", "budget": "time=1.2", "bias_correction": True},
     "W4A8": W4A8,
     "W4A8-head": {**W4A8, "quantize_head": True, "output_weight_bits": 4},
     "W4A8-last8": {**W4A8, "quantize_head": True},
@@ -89,7 +90,7 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
         folder: Of the runs.
         name: Of the run.
         settings: Of `PtqConfig`; `plan` is the precision of all layers, or with `budget` of those
-            that `run_sensitivity` does not leave in float.
+            that `run_sensitivity` does not leave in float; `sparse` that of sparse convolutions.
 
     Raises:
         ValueError: The run of this name has other weights.
@@ -97,7 +98,7 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     digest, noted = sha256(settings["weights"]), folder / f"{name}.sha256"
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
-            budget = settings.pop("budget", None)
+            budget, sparse = settings.pop("budget", None), settings.pop("sparse", None)
             unrounded = settings | {"rounding": "nearest", "bias_correction": False}
             model = made_run(folder, f"{name}-int8", **unrounded).quantized_model
             if budget is None:
@@ -109,7 +110,8 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
                 settings["plan"] = folder / f"{name}-plan" / "plan.json"
                 run_sensitivity(
                     folder / f"{name}-int8", streets(5000, 4), precisions=(precision,),
-                    budget=budget, runs=folder, name=f"{name}-plan", overwrite=True,
+                    sparse_precisions=(sparse,) if sparse else (), budget=budget,
+                    runs=folder, name=f"{name}-plan", overwrite=True,
                 )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         noted.write_text(digest)  # the run's own digests are those of folded weights
