@@ -170,7 +170,10 @@ def test_other_engines_take_the_same_model(target: str, models: Models, tmp_path
     )  # fmt: skip
     assert made.failures == ()
     for file in made.files:
-        assert file.findings == ()
+        # Without VNNI its weights are uint8, which OpenVINO runs in float.
+        in_float = target == "openvino" and cpu_at_hand() == "any"
+        assert all("OVN001" in finding for finding in file.findings if in_float)
+        assert in_float or file.findings == ()
         assert bool(file.unverified) == (target == "tensorrt11")
     # The sparse file for libspconv has half inputs in every set.
     ports = {p.dtype for f in made.files if f.kind != "sparse" for p in (*f.inputs, *f.outputs)}

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
-from bevquant_int8sim import backend_report, choose_backend
+from bevquant_int8sim import BackendStatus, _backends, backend_report, choose_backend
 from bevquant_int8sim._compiled import dot_product, self_test
 
 pytestmark = pytest.mark.skipif(
@@ -66,13 +66,14 @@ def test_the_code_for_such_a_cpu_has_the_instructions(tmp_path):
 
 @pytest.fixture
 def says_so(monkeypatch, forget_backends):
-    """A CPU without AMX that says it has it, on a system that gives leave to use it."""
+    """A CPU with VNNI that says it has AMX, on a system that gives leave to use it."""
     real = dot_product.instruction_set
     if not hasattr(os, "fork") or real("amx") is not None:
         pytest.skip("needs fork, and a CPU without AMX")
     monkeypatch.setattr(
         dot_product, "instruction_set", lambda kind: "AMX" if kind == "amx" else real(kind)
     )
+    monkeypatch.setitem(_backends._known, "vnni", BackendStatus("vnni", True, "VNNI"))
     monkeypatch.setattr(self_test, "_has_leave", lambda: True)
     return monkeypatch
 

@@ -100,6 +100,8 @@ def test_the_linter_knows_for_which_cpu_a_file_is(calibrated: Fixture, tmp_path:
     slow = lint_onnx(exported["uint8"].path, "onnxruntime", cpu="vnni")
     assert {f.id for f in slow} == {"ORT007"}
     assert {f.id for f in lint_onnx(exported["uint8"].path, "openvino")} == {"OVN001"}
+    assert lint_onnx(exported["int8"].path, "openvino", cpu="vnni") == []
+    assert {f.id for f in lint_onnx(exported["int8"].path, "openvino", cpu="any")} == {"OVN004"}
     with pytest.raises(ValueError, match="cpu 'avx'; expected one of vnni, any"):
         lint_onnx(exported["int8"].path, "onnxruntime", cpu="avx")
 

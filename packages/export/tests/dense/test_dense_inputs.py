@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevquant_export import compare_qdq_onnx, export_qdq_onnx, lint_onnx
+from bevquant_export import compare_qdq_onnx, cpu_at_hand, export_qdq_onnx, lint_onnx
 from bevquant_int8sim import IntegerModel, simulate
 
 Fixture = Callable[..., Any]
@@ -98,7 +98,8 @@ def test_integers_and_truth_values_keep_their_type(
     assert found == ["FLOAT16" if t == "FLOAT" and "11" in profile else t for t in types]
     source = integer if "tensorrt" in profile else model
     assert sum(row.unexplained for row in compare_qdq_onnx(file, source, other)) == 0
-    assert lint_onnx(file.path, profile) == []
+    in_float = profile == "openvino" and cpu_at_hand() == "any"  # its weights are uint8
+    assert {f.id for f in lint_onnx(file.path, profile)} == ({"OVN001"} if in_float else set())
     if profile == "onnxruntime":
         (made,), _ = run(file, *other)
         torch.testing.assert_close(made, integer(*other), rtol=1e-5, atol=1e-6)

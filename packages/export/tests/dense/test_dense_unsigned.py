@@ -81,7 +81,8 @@ def test_files_of_signed_models_are_as_before(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 16, 16)
     quantized = quantize_model(Net().eval(), None, x).model
     calibrate(quantized, [x], progress=False)
-    file = export_qdq_onnx(quantized, x, tmp_path / "net.onnx", "onnxruntime")
+    path = tmp_path / "net.onnx"
+    file = export_qdq_onnx(quantized, x, path, "onnxruntime", weights="int8")
     zeros = [t for t in onnx.load(file.path).graph.initializer if t.name.startswith("zero_point")]
     stored = [numpy_helper.to_array(t).item() for t in zeros if t.data_type == TensorProto.UINT8]
     assert set(stored) == {128}

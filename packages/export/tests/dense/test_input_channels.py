@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_export import compare_qdq_onnx, export_qdq_onnx, lint_onnx
+from bevquant_export import compare_qdq_onnx, cpu_at_hand, export_qdq_onnx, lint_onnx
 from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -61,4 +61,5 @@ def test_files_hold_the_simulators_integers(kind, target, tmp_path):
     made = export_qdq_onnx(model, frames[0], tmp_path / "net.onnx", target)
     rows = compare_qdq_onnx(made, model, frames[1])
     assert sum(row.unexplained for row in rows) == 0
-    assert lint_onnx(made.path, target) == []
+    in_float = target == "openvino" and cpu_at_hand() == "any"  # its weights are uint8
+    assert {f.id for f in lint_onnx(made.path, target)} == ({"OVN001"} if in_float else set())

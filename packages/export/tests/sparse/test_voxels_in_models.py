@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_export import compare_qdq_onnx, export_qdq_onnx, lint_onnx
+from bevquant_export import compare_qdq_onnx, cpu_at_hand, export_qdq_onnx, lint_onnx
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
@@ -149,6 +149,8 @@ class TwoReaders(nn.Module):
 
 @pytest.mark.parametrize("weights", ["uint8", "int8"])
 def test_a_unet(nets, tmp_path, weights):
+    if weights == "int8" and cpu_at_hand() == "any":
+        pytest.skip("this CPU saturates sums of pairs")
     frames = [frame(0), frame(1, share=0.2)]
     file = check(prepared(UNet(nets.spconv), frames), frames, tmp_path / "a.onnx", weights=weights)
     assert file.inputs == {"features": ("voxels", 4), "coords": ("voxels", 4)}

@@ -75,8 +75,7 @@ def check_onnxruntime(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         if node.op in ("Conv", "Gemm", "MatMul"):
             data, weight = (pairs.dequantized(node.input(slot)) for slot in (0, 1))
             if data and weight and weight.constant is not None:
-                types = [_integer_type(data), _integer_type(weight)]
-                yield from _weights(node, types, [weight.constant], file)
+                yield from _weights(node, types_of(data, weight), [weight.constant], file)
     for step in pairs.steps:
         before = graph.producers.get(step.node.input(0))
         if step.quantizes and step.float8 and before is not None and before.op in ("Relu", "Clip"):
@@ -85,11 +84,13 @@ def check_onnxruntime(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
             yield INT8.found(step.node.name, "it makes INT8 of an activation")
 
 
-def _integer_type(step: Step) -> int:
-    """Data type of a step's integers, UINT8 where nothing states it."""
-    return step.zero_type or (
-        step.constant.data_type if step.constant is not None and not step.quantizes else 2
-    )
+def types_of(*steps: Step) -> list[int]:
+    """Data types of steps' integers, UINT8 where nothing states one."""
+    held = (None if step.quantizes else step.constant for step in steps)
+    return [
+        step.zero_type or (2 if constant is None else constant.data_type)
+        for step, constant in zip(steps, held, strict=True)
+    ]
 
 
 def _bias(pairs: Pairs, node: Node) -> Iterator[Finding]:
@@ -125,13 +126,19 @@ def _weights(
     node: Node, types: list[int], held: Sequence[TensorProto | None], file: LintFile
 ) -> Iterator[Finding]:
     """Whether the types of data and weight, and the integers, suit the CPU."""
-    if types == [2, 3] and file.cpu == "any":
-        integers = [values(tensor, file.path.parent) for tensor in held]
-        # Of a float weight in front of both nodes of a pair the integers are not told.
-        if not all(w is not None and w.dtype == np.int8 and exact_everywhere(w) for w in integers):
-            yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
+    if saturates(types, held, file):
+        yield MIXED.found(node.name, "its data are UINT8, its weight INT8")
     elif types == [2, 2] and file.cpu == "vnni":
         yield SLOW.found(node.name, "its weight is UINT8, as its data")
+
+
+def saturates(types: list[int], held: Sequence[TensorProto | None], file: LintFile) -> bool:
+    """Whether sums of UINT8 data times an INT8 weight may saturate on a CPU for the file."""
+    if types != [2, 3] or file.cpu != "any":
+        return False
+    integers = [values(tensor, file.path.parent) for tensor in held]
+    # Of a float weight in front of both nodes of a pair the integers are not told.
+    return not all(w is not None and w.dtype == np.int8 and exact_everywhere(w) for w in integers)
 
 
 def _integers(graph: Graph, node: Node, file: LintFile) -> Iterator[Finding]:

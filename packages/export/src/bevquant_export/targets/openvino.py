@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bevquant_export.lint._graph import Finding, Rules
 from bevquant_export.lint._tensors import Pairs, Step
 from bevquant_export.targets._target import LintFile
-from bevquant_export.targets.onnxruntime import ONNXRUNTIME
+from bevquant_export.targets.onnxruntime import ONNXRUNTIME, saturates, types_of
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:
@@ -23,19 +23,24 @@ _rule = Rules("OVN", "openvino", "warning")
 
 # fmt: off
 WEIGHTS = _rule(1, "weights are INT8 with zero point 0: others make the layer run in float",
-    "write them so (w - 128 of UINT8 with zero point 128): the same integers (weights='int8')")
+    "write them so (w - 128 of UINT8 with zero point 128): the same integers (weights='int8'; for "
+    "x86 without VNNI quantize them to seven bits, QuantConfig(weight_bits=7))")
 DATA = _rule(2, "what a layer with quantized weights reads is quantized, with one scale: else it "
     "runs in float",
     "calibrate the quantizer in front of it, per tensor, or leave the layer float")
 TRANSPOSED = _rule(3, "a transposed convolution whose windows lie side by side is written as one "
     "of 1×1 and a DepthToSpace: faster, and with a scale for each channel",
     "export it again with profile='openvino'")
+SATURATES = _rule(4, "in a file for any CPU, INT8 weights next to UINT8 data are from -64 to 64: "
+    "others saturate on x86 without VNNI",
+    "quantize them to seven bits (QuantConfig(weight_bits=7)), or say that the file is for CPUs "
+    "with VNNI (--cpu vnni)")
 # fmt: on
 RULES = tuple(_rule)
 _INT8 = 3
 
 
-def check_openvino(pairs: Pairs) -> Iterator[Finding]:
+def check_openvino(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
     """Check one graph."""
     for node in pairs.graph.nodes:
         if node.op not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
@@ -46,6 +51,8 @@ def check_openvino(pairs: Pairs) -> Iterator[Finding]:
         if not _is_signed(weight):
             yield WEIGHTS.found(node.name, "its weight is UINT8 or has a zero point")
         data = pairs.dequantized(node.input(0))
+        if data and saturates(types_of(data, weight), [weight.constant], file):
+            yield SATURATES.found(node.name, "its data are UINT8, its weight INT8")
         if data is None:
             yield DATA.found(node.name, "its weight is quantized, and its data are not")
         elif data.per_channel:
@@ -79,8 +86,7 @@ class _OpenVino(QdqTarget):
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Convolutions that its plugin takes as integers."""
-        del file
-        yield from check_openvino(pairs)
+        yield from check_openvino(pairs, file)
 
 
 OPENVINO = _OpenVino()
