@@ -96,7 +96,11 @@ def test_a_gain_that_rounds_to_nothing_has_no_minus() -> None:
 
 @pytest.fixture(scope="module")
 def detector() -> tuple[BEVFusion, Any]:
-    """A decoder behind a LiDAR encoder in float, and its only frame."""
+    return quantized("decoder")
+
+
+def quantized(*parts: str) -> tuple[BEVFusion, Any]:
+    """A decoder behind a LiDAR encoder, of which these parts are quantized; its only frame."""
     from bevfusion.model import example_batch
     from bevfusion.quantization import fuse_detector, quantize_detector
     from bevquant_quantizers import calibrate
@@ -106,7 +110,7 @@ def detector() -> tuple[BEVFusion, Any]:
     model = build_model(sizes, ("lidar", "decoder")).eval()
     random_weights(model, *batch, seed=0)
     fused = fuse_detector(model, batch).model
-    made: Any = quantize_detector(fused, batch, ["decoder"], method="max").model
+    made: Any = quantize_detector(fused, batch, parts, method="max").model
     calibrate(made, [batch], forward=lambda net, given: net(*given), method="max")
     return made, [batch]
 
@@ -157,6 +161,26 @@ def test_a_study_measures_and_plans_in_the_budget(detector: tuple[BEVFusion, Any
         study("time=0.4")
     with pytest.raises(InputError, match="budget='score=200': the largest sqnr"):
         study("score=200")
+
+
+def test_sparse_layers_have_precisions_of_their_own() -> None:
+    """As libspconv takes no FP8."""
+    model, batches = quantized("lidar", "decoder")
+    found = study_sensitivity(
+        model, Frames(batches),
+        precisions=("fp8",), sparse_precisions=("int8",), without=False, budget="time=1.2",
+        rounds=0,
+    )  # fmt: skip
+    assert found.precisions == ("fp8", "int8")
+    assert found.plan is not None
+    for row in found.table:
+        sparse = row.name.startswith("encoders.lidar")
+        assert row.alone.keys() == {"int8" if sparse else "fp8"}
+        assert found.plan[row.name] in (*row.alone, "float")
+    assert {group.precision for group in found.front[0]} == {"fp8", "int8"}
+    text = "\n".join(sensitivity_text(found)).splitlines()
+    (line,) = (s for s in text if s.startswith("decoder.neck.quant_concat"))
+    assert line.split()[4:6] == ["–", "–"]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def run_sensitivity(
     metric: str = "sqnr",
     output: str | None = None,
     precisions: Sequence[str] = (),
+    sparse_precisions: Sequence[str] = (),
     without: bool = True,
     estimate: bool = False,
     budget: str | None = None,
@@ -119,6 +120,7 @@ def run_sensitivity(
         output: "map" or "heatmap"; see `sensitivity_output`.
         precisions: Precisions at which each group is measured alone: "int4", "int8", "int16",
             "fp8". Default: the run's own, "int8", or "int4" for 4-bit weights.
+        sparse_precisions: The same of sparse convolutions. Default: `precisions`.
         without: Measure each group alone in float, too.
         estimate: Estimate "sqnr" from gradients, without that half. A plan is measured in any case.
         budget: "time=1.2" or "score=35": choose precisions within it.
@@ -129,8 +131,8 @@ def run_sensitivity(
     Raises:
         InputError: The run, the options or the input are wrong. Nothing is written.
     """
-    if precisions:
-        check_precisions(precisions)
+    if asked := (*precisions, *sparse_precisions):
+        check_precisions(asked)
     if estimate and metric != "sqnr":
         raise InputError(
             f"--estimate: it estimates sqnr alone; leave it out with --metric {metric}"
@@ -159,6 +161,8 @@ def run_sensitivity(
     }
     if estimate:
         settings["estimate"] = True
+    if sparse_precisions:
+        settings["sparse_precisions"] = list(sparse_precisions)
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             loaded = load_run(run)
@@ -167,7 +171,8 @@ def run_sensitivity(
         shards = record.shards(frames, {**settings, "without": without}, model)
         outcome = study_sensitivity(
             model, batches,
-            metric=metric, output=output, precisions=precisions, without=without,
+            metric=metric, output=output, precisions=precisions,
+            sparse_precisions=sparse_precisions, without=without,
             estimate=estimate, budget=budget or "", rounds=plan_rounds, shards=shards,
             before_each=return_freed_memory, step=clock.step,
         )  # fmt: skip

@@ -15,11 +15,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from bevquant_graph import Forward, on_batch
 from bevquant_qnn._layer_row import CHANNELS_LAST
-from bevquant_qnn._precision import Precision, set_for_now
+from bevquant_qnn._precision import set_for_now
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._replay import Run, Watch, captured_outputs, evaluation
 from bevquant_qnn._scores import floats_of, score_of
-from bevquant_qnn._sensitivity import Trial
+from bevquant_qnn._sensitivity import Trial, Wanted
 from bevquant_qnn._sensitivity_table import SensitivityTable
 from bevquant_qnn._snapshots import copied, float_tensors, mapped
 
@@ -32,7 +32,7 @@ def estimate_sensitivity(
     batches: Iterable[Any],
     *,
     outputs: Sequence[str] = (),
-    precisions: Sequence[Precision] | None = None,
+    precisions: Wanted = None,
     forward: Forward | None = None,
     probes: int = 1,
     distributed: bool | None = None,

@@ -31,6 +31,7 @@ from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import Rulebook, build_rulebook
 
 Settings = dict[TensorQuantizer, Setting]
+Wanted = Sequence[Precision] | Callable[[PrecisionGroup], Sequence[Precision]] | None
 
 
 def sensitivity(
@@ -39,7 +40,7 @@ def sensitivity(
     metric: str | Metric = "sqnr",
     *,
     outputs: Sequence[str] = (),
-    precisions: Sequence[Precision] | None = None,
+    precisions: Wanted = None,
     without: bool = True,
     forward: Forward | None = None,
     reduce: Reduce | None = None,
@@ -67,7 +68,9 @@ def sensitivity(
         precisions: Precisions of each group alone: ``"int8"``, ``"int4"`` (weights of 4 bits,
             activations of 8), ``"w4a4"``, ``"int16"`` (activations of 16 bits, weights of 8),
             ``"fp8"`` (E4M3). Ranges for other bits than the quantizer's are searched in its
-            calibrator's values. None measures each group at its own bits.
+            calibrator's values. A function returns those of a group, such as ``"int8"`` alone for
+            layers that an engine takes in no other format. None measures each group at its own
+            bits.
         without: Measure each group alone left in float too.
         forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over the
             arguments, a dict over the keywords, anything else is the only argument.
@@ -115,7 +118,7 @@ class Trial:
     def __init__(
         self,
         model: nn.Module,
-        precisions: Sequence[Precision] | None,
+        precisions: Wanted,
         score: Score,
         outputs: tuple[str, ...],
         *,
@@ -229,10 +232,10 @@ def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
     return groups
 
 
-def _precisions_of(
-    group: PrecisionGroup, precisions: Sequence[Precision] | None
-) -> tuple[str, ...]:
+def _precisions_of(group: PrecisionGroup, precisions: Wanted) -> tuple[str, ...]:
     """Precisions to measure: the requested ones, or the group's own bits."""
+    if callable(precisions):
+        precisions = precisions(group)
     if precisions is None:
         return (own_precision(group.inputs, group.weights, f"sensitivity: {group.name}"),)
     check_precisions(precisions, "sensitivity")

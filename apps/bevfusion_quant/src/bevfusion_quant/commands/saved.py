@@ -163,6 +163,8 @@ class Sensitivity(RunOptions, FrameOptions):
         precisions: Precisions to measure for each group of layers. A plan chooses among them and
             float: int8, int16 (activations of 16 bits), int4 (weights of 4 bits), fp8 (E4M3).
             Default: int8; int4 for a run with --weight-bits 4.
+        sparse_precisions: The same of the layers of sparse convolutions: int8 with --precisions
+            fp8, as libspconv takes no FP8. Default: those of --precisions.
         estimate: Estimate sqnr from gradients, in one pass a frame. Plans are still measured.
         alone_only: Measure each group quantized alone; skip the second half, each group alone in
             float.
@@ -176,6 +178,7 @@ class Sensitivity(RunOptions, FrameOptions):
     metric: SensitivityMetric = "sqnr"
     output: SensitivityOutput | None = None
     precisions: tuple[Precision, ...] = ()
+    sparse_precisions: tuple[Precision, ...] = ()
     estimate: bool = False
     alone_only: bool = False
     budget: str | None = None

@@ -43,8 +43,8 @@ GROUPS = {
         "weight_bits", "output_weight_bits", "unsigned", "fold", "integers", "backend",
     ),
     "measurement": (
-        "metric", "output", "precisions", "estimate", "alone_only", "budget", "plan_rounds",
-        "layer_frames", "resamples", "resample_seed", "measure",
+        "metric", "output", "precisions", "sparse_precisions", "estimate", "alone_only", "budget",
+        "plan_rounds", "layer_frames", "resamples", "resample_seed", "measure",
     ),
     "training": (
         "steps", "batch", "lr", "weight_decay", "clip", "freeze_after", "learn_ranges", "distill",

@@ -238,8 +238,8 @@ def _sensitivity(main: Measured) -> Check:
     if found is None:
         answer = "the losses of single layers were not measured"
         return Check(question, answer, "missing", command_for("sensitivity", main))
-    precision = found.precisions[0]
-    worst = min(found.table.rows, key=lambda row: row.alone[precision])
+    worst = min(found.table.rows, key=lambda row: min(row.alone.values()))
+    precision = min(worst.alone, key=worst.alone.__getitem__)
     more = f" and {len(worst.modules) - 1} more" * (len(worst.modules) > 1)
     score = f"{worst.alone[precision]:.4g} {found.unit}".strip()
     answer = f"{worst.modules[0]}{more}: {score} of {found.scored}, alone in {precision}"

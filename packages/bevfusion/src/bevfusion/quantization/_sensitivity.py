@@ -17,7 +17,9 @@ from bevquant_qnn import (
     BIT_OPERATIONS,
     Budget,
     PlannedGroup,
+    PrecisionGroup,
     PrecisionPlan,
+    QuantSparseConvolution,
     RefinedPlan,
     SensitivityTable,
     assign_precision,
@@ -105,6 +107,7 @@ def study_sensitivity(
     metric: str = "sqnr",
     output: str | None = None,
     precisions: Sequence[str] = ("int8",),
+    sparse_precisions: Sequence[str] = (),
     without: bool = True,
     estimate: bool = False,
     budget: str = "",
@@ -124,6 +127,7 @@ def study_sensitivity(
         metric: Metric of the score.
         output: Output that "sqnr" and "kl" compare.
         precisions: Precisions at which each group is measured alone.
+        sparse_precisions: The same of sparse convolutions.
         without: Measure each group alone in float, too.
         estimate: Estimate instead.
         budget: Text for `bevquant_qnn.Budget.parse`; "" for no plan.
@@ -136,7 +140,7 @@ def study_sensitivity(
         InputError: As `measure_sensitivity`, or no plan of these precisions keeps the budget.
     """
     limit = Budget.parse(budget) if budget else None
-    chosen = tuple(dict.fromkeys(precisions))
+    chosen = tuple(dict.fromkeys((*precisions, *sparse_precisions)))
     path = sensitivity_output(model, metric, output)
     if limit is not None:
         _check_reachable(limit, budget, metric, chosen)
@@ -144,7 +148,8 @@ def study_sensitivity(
     with step("measure", "the sensitivity cannot be measured"):
         table = measure_sensitivity(
             model, batches,
-            metric=metric, precisions=chosen, without=without, estimate=estimate, **sharing,
+            metric=metric, precisions=precisions, sparse_precisions=sparse_precisions,
+            without=without, estimate=estimate, **sharing,
         )  # fmt: skip
     batches.share_notes(shards)
     estimated, refined, refusal = None, None, ""
@@ -184,6 +189,7 @@ def measure_sensitivity(
     metric: str = "sqnr",
     output: str | None = None,
     precisions: Sequence[str] = ("int8",),
+    sparse_precisions: Sequence[str] = (),
     without: bool = True,
     estimate: bool = False,
     shards: Shards | None = None,
@@ -203,6 +209,7 @@ def measure_sensitivity(
         output: Output that "sqnr" and "kl" compare; see `sensitivity_output`.
         precisions: Precisions at which each group is measured alone: "int4", "int8", "int16"
             or "fp8".
+        sparse_precisions: The same of groups with sparse convolutions; by default `precisions`.
         without: Measure each group alone in float, too: half of the time.
         estimate: `bevquant_qnn.estimate_sensitivity` instead, without that half.
         shards: Storage of finished results while several ranks share the frames.
@@ -212,16 +219,23 @@ def measure_sensitivity(
         InputError: A metric, an output or precisions that cannot be measured, or no labels.
     """
     scored = _scored(sensitivity_output(model, metric, output), shards)
-    check_precisions(precisions)
+    check_precisions((*precisions, *sparse_precisions))
     task = MeanAp(model, batches, shards=shards) if metric == "mAP" else None
-    if {"int16", "fp8"}.intersection(precisions):
+    if {"int16", "fp8"}.intersection((*precisions, *sparse_precisions)):
         _collect(model, batches)
     frames = FramesInTurn(batches, before_each)
-    scored["precisions"] = tuple(dict.fromkeys(precisions))
+    scored["precisions"] = lambda group: (
+        sparse_precisions if sparse_precisions and _is_sparse(model, group) else precisions
+    )
     if estimate:
         return estimate_sensitivity(model, frames, **scored)
     reduce = None if task is None else task.reduce
     return sensitivity(model, frames, task or metric, without=without, reduce=reduce, **scored)
+
+
+def _is_sparse(model: nn.Module, group: PrecisionGroup) -> bool:
+    layers = (model.get_submodule(path) for path in group.modules)
+    return any(isinstance(layer, QuantSparseConvolution) for layer in layers)
 
 
 def _scored(path: str, shards: Shards | None) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class SensitivityOutcome:
 
     def share(self, row: SensitivityRow, precision: str) -> float:
         """A group's share of the loss of all groups at that precision; 0 without loss."""
-        whole = sum(self.table.loss(other, precision) for other in self.table)
+        there = (other for other in self.table if precision in other.alone)
+        whole = sum(self.table.loss(other, precision) for other in there)
         return self.table.loss(row, precision) / whole if whole else 0.0
 
     def gain(self, row: SensitivityRow) -> float | None:
@@ -208,7 +209,7 @@ def sensitivity_table(outcome: SensitivityOutcome) -> Table:
         columns.append(Column("Gain in float", "minor"))
     if outcome.plan is not None:
         columns.append(Column("Plan"))
-    worst = outcome.table.worst_first(outcome.precisions[0])
+    worst = outcome.table.worst_first()
     rows = [Row(_cells(outcome, row)) for row in worst]
     title = "Loss of each group of layers"
     return Table(title, columns, rows, "long", "sensitivity-bars", "dense")
@@ -222,7 +223,8 @@ def _cells(outcome: SensitivityOutcome, row: SensitivityRow) -> list[Cell]:
         f"{row.operations / max(1, outcome.operations):.1%}",
     ]
     for name in outcome.precisions:
-        cells += [format(row.alone[name], form), f"{outcome.share(row, name):.1%}"]
+        share = outcome.share(row, name) if name in row.alone else None
+        cells += [or_dash(row.alone.get(name), form), or_dash(share, ".1%")]
     if outcome.table.quantized_score is not None:
         cells.append(or_dash(outcome.gain(row), f"+z{form}"))
     chosen = outcome.chosen(row)
@@ -233,10 +235,9 @@ def _cells(outcome: SensitivityOutcome, row: SensitivityRow) -> list[Cell]:
 
 def _bars(outcome: SensitivityOutcome, row: SensitivityRow) -> dict[str, object]:
     """One bar for each precision, as long as its loss beside the largest of all."""
-    losses = {name: outcome.table.loss(row, name) for name in outcome.precisions}
-    largest = max(
-        (outcome.table.loss(other, name) for other in outcome.table for name in losses), default=0.0
-    )
+    losses = {name: outcome.table.loss(row, name) for name in row.alone}
+    table = outcome.table
+    largest = max((table.loss(other, name) for other in table for name in other.alone), default=0.0)
     share_text = ", ".join(f"{name} {outcome.share(row, name):.1%}" for name in losses)
     blocks = [
         {
