@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ._attributes import same_constant
 from ._copies import copied
@@ -193,7 +193,7 @@ def _same(one: Any, other: Any) -> bool:
     return (
         [place for place, _ in known] == [place for place, _ in given]
         and all(_alike(e, f) for (_, e), (_, f) in zip(known, given, strict=True))
-        and all(map(_equal, tensors, others))
+        and same_constant(tensors, others)
     )
 
 
@@ -201,12 +201,6 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Constant) and isinstance(other, Constant):
         return same_constant(one.value, other.value)
     return type(one) is type(other)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
 
 
 Model = Callable[..., Any]

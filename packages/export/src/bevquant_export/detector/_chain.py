@@ -29,7 +29,7 @@ from bevquant_export.detector._parts import Parts
 from bevquant_export.lint import Finding
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse import SparseExport
-from bevquant_graph import Graph, HtmlTable, arguments, op_spec
+from bevquant_graph import Graph, HtmlTable, arguments, op_spec, same_constant
 from bevquant_int8sim import IntegerModel, dequantize, quantize
 from bevquant_int8sim.program import float_gaps
 from bevquant_quantizers.documents import text_table
@@ -220,11 +220,7 @@ def _refuse_unequal(name: str, wanted: Tensor, made: Tensor) -> None:
 
 def same_frame(graph: Graph, inputs: Any, example: Any) -> bool:
     """Whether two calls have equal values."""
-    pairs = zip(graph.leaves(inputs), graph.leaves(example), strict=True)
-    return all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        for a, b in pairs
-    )
+    return same_constant(graph.leaves(inputs), graph.leaves(example))
 
 
 def counted(rows: Iterable[Any]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from bevquant_export.dense.verify._runnable import (
     rounded_session,
     with_tensors,
 )
-from bevquant_graph import flatten
+from bevquant_graph import flatten, same_constant
 from bevquant_int8sim.program import (
     Add,
     Dense,
@@ -189,12 +189,6 @@ def tried(
     return typed
 
 
-def _equal(inputs: Any, others: Any) -> bool:
-    """Whether two calls have the same values."""
-    pairs = zip(flatten(inputs)[0], flatten(others)[0], strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
-
-
 def arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
@@ -206,7 +200,8 @@ def typed_file(
     required = required_of(file, source.integer, args)
     notes, given = list[str](), dict[str, Any]()
     for name, inputs in hard_inputs(required, list(file.inputs), known):
-        if not any(_equal(inputs, other) for other in given.values()):
+        values = flatten(inputs)[0]
+        if not any(same_constant(values, flatten(other)[0]) for other in given.values()):
             given[name] = inputs
 
     def refused(name: str) -> bool:
