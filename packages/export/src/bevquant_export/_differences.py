@@ -99,7 +99,7 @@ class TensorDifference:
         return self.unexplained > 0 and (self.unexplained > self.allowed or self.largest > 1)
 
 
-LayerDifference = TensorDifference
+LayerDifference = TensorDifference  # the former names
 FloatDifference = TensorDifference
 
 

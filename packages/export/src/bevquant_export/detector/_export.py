@@ -35,7 +35,7 @@ from bevquant_export.detector._one_file import one_file
 from bevquant_export.detector._parts import Parts, parts_of, quantize_first
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.lint._read import load_model
-from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx
+from bevquant_export.sparse import SparseExport, load_sparse_onnx
 from bevquant_export.sparse._compare import compared
 from bevquant_export.sparse._export import DIALECTS, ORDERS, write_sparse
 from bevquant_export.sparse._half_precision import half_constants_of
@@ -362,7 +362,7 @@ class _Writer:
 
     def _layers(
         self, made: DetectorExport, frame: str, inputs: Any
-    ) -> tuple[tuple[LayerDifference, ...], dict[str, Any], dict[str, Tensor]]:
+    ) -> tuple[tuple[TensorDifference, ...], dict[str, Any], dict[str, Tensor]]:
         """Each layer of the sparse file, the result of its integers, and the maps."""
         if made.sparse is None or self.sparse_integers is None:
             return (), {}, {}
@@ -420,7 +420,7 @@ class _Ran(NamedTuple):
     frame: str
     inputs: Any
     run: WholeRun
-    rows: Iterable[LayerDifference]
+    rows: Iterable[TensorDifference]
     returned: Mapping[str, Any]
     maps: Mapping[str, Tensor]
     tensors: Iterable[TensorDifference]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_export._differences import FloatDifference, difference
+from bevquant_export._differences import FloatDifference, TensorDifference, difference
 from bevquant_export._errors import FloatFileError, refuse_no_values
 from bevquant_export.dense.verify._alike import StableChoices
 from bevquant_export.dense.verify._runnable import session
@@ -47,7 +47,7 @@ class FloatFile(HtmlTable):
     opset: int
     inputs: dict[str, tuple[int, ...]]
     outputs: dict[str, tuple[int, ...]]
-    differences: tuple[FloatDifference, ...]
+    differences: tuple[TensorDifference, ...]
     notes: tuple[str, ...] = ()
     parameters: dict[str, str] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def export_float_onnx(
     inputs = {name: given[parameter] for name, parameter in parameters.items()}
     outputs = {name: results[place] for name, place in places.items()}
     proto = exported(module, args, list(inputs), list(outputs), opset)
-    found: tuple[FloatDifference, ...] = ()
+    found: tuple[TensorDifference, ...] = ()
     if tolerance is not None:
         found = _differences(proto, inputs, outputs)
         _hold(found, tolerance, module)
@@ -188,7 +188,7 @@ def _quantizes(module: nn.Module) -> bool:
     return isinstance(module, torch.ao.quantization.FakeQuantizeBase)
 
 
-def _hold(found: tuple[FloatDifference, ...], tolerance: float, module: nn.Module) -> None:
+def _hold(found: tuple[TensorDifference, ...], tolerance: float, module: nn.Module) -> None:
     worst = max(found, key=lambda d: d.relative)
     if not worst.relative <= tolerance:
         raise FloatFileError(
@@ -201,7 +201,7 @@ def _hold(found: tuple[FloatDifference, ...], tolerance: float, module: nn.Modul
 
 def compare_float_onnx(
     file: FloatFile, module: nn.Module, args: Any
-) -> tuple[FloatDifference, ...]:
+) -> tuple[TensorDifference, ...]:
     """Run a file in onnxruntime and the module in torch, and compare every output.
 
     A file of half precision receives its inputs rounded to float16, and the differences contain
@@ -240,7 +240,7 @@ def compare_float_onnx(
 
 def _differences(
     proto: Any, given: dict[str, Tensor], wanted: dict[str, Tensor]
-) -> tuple[FloatDifference, ...]:
+) -> tuple[TensorDifference, ...]:
     """Run a model on `given` and compare with `wanted`, by the names of its outputs."""
     try:
         running = session(proto, "onnxruntime")
@@ -260,7 +260,7 @@ def _differences(
     )
 
 
-def _difference(name: str, want: Tensor, got: Tensor) -> FloatDifference:
+def _difference(name: str, want: Tensor, got: Tensor) -> TensorDifference:
     if want.shape != got.shape:
         raise ValueError(
             f"compare_float_onnx: output {name} is {list(got.shape)}, torch's {list(want.shape)}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export._differences import LayerDifference, difference
+from bevquant_export._differences import TensorDifference, difference
 from bevquant_export.dense._source import placed
 from bevquant_export.sparse._axes import lowered_to, with_three_axes
 from bevquant_export.sparse._between import follow, sparse_results
@@ -34,7 +34,7 @@ def compare_sparse_onnx(
     inputs: Any,
     *,
     reversed_axes: bool = False,
-) -> tuple[LayerDifference, ...]:
+) -> tuple[TensorDifference, ...]:
     """Run a file and ``simulate(with_half_constants(model))`` on one batch and count differences.
 
     Rows are matched by voxel, so a file with reversed axes can be compared too.
@@ -60,7 +60,7 @@ def compare_sparse_onnx(
 
 def compared(
     file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
-) -> tuple[tuple[LayerDifference, ...], Any, dict[str, Tensor | SparseOutput]]:
+) -> tuple[tuple[TensorDifference, ...], Any, dict[str, Tensor | SparseOutput]]:
     """`compare_sparse_onnx` with an integer model of rounded constants, and both results.
 
     The file's result is its outputs by name.
@@ -80,7 +80,7 @@ def compared(
             summed.update(node.inputs)
     parted = {node.path.removesuffix(PERMUTED) for node in file.nodes if permutes_channels(node)}
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
-    rows: list[LayerDifference] = []
+    rows: list[TensorDifference] = []
     shown: dict[str, int] = {}
 
     def is_compared(node: Node) -> bool:
@@ -172,7 +172,7 @@ def _difference(
     turned: Callable[[int], Tensor],
     reference: dict[str, list[Sparse]],
     which: tuple[int, int],
-) -> LayerDifference:
+) -> TensorDifference:
     """Difference of one layer.
 
     `turned` gives the voxels in the model's columns; `which` is the node's index among those of
@@ -201,7 +201,7 @@ def _difference(
 
 def counted(
     name: str, path: str, made: Sparse, wanted: Sparse, slack: float = 0.0
-) -> LayerDifference:
+) -> TensorDifference:
     mine, other = made, wanted
     if not torch.equal(made.indices, wanted.indices):
         mine, other = _sorted(made), _sorted(wanted)
@@ -222,7 +222,7 @@ def _sorted(made: Sparse) -> Sparse:
 
 def _output(
     made: Any, wanted: Tensor, places: Tensor | None, of_model: Callable[..., Tensor], slack: float
-) -> LayerDifference:
+) -> TensorDifference:
     """Difference of an output; `places` are its voxels, where any layer says on which it lies."""
     if not isinstance(made, SparseOutput):
         return difference("output", made, wanted, slack=slack)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_export._differences import LayerDifference
+from bevquant_export._differences import TensorDifference
 from bevquant_export._figures import figures_of
 from bevquant_export._taken_numbers import refuse_computed_grids, refuse_decisions
 from bevquant_export._takes_float8 import refuse_float8
@@ -216,7 +216,7 @@ def write_sparse(
         whole = replace(graph_of_bytes(content, extensions=True), features=graph.features)
         content = portable_bytes(whole, all_layers=all_layers, weights=weights)
     ran, returned = "no", None
-    rows: tuple[LayerDifference, ...] = ()
+    rows: tuple[TensorDifference, ...] = ()
     outputs: dict[str, Any] = {}
     if verify:
         ran, rows, returned, outputs = verified(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_export._differences import LayerDifference, check_tensors, difference, verdict
+from bevquant_export._differences import TensorDifference, check_tensors, difference, verdict
 from bevquant_export._figures import Figures, Timing, figures_of, timed
 from bevquant_export._size_guards import note_guards
 from bevquant_export.dense.verify._runnable import session
@@ -77,7 +77,7 @@ class SparseExport(HtmlTable):
     path: Path
     layers: tuple[SparseLayer, ...]
     verified: str = "no"
-    differences: tuple[LayerDifference, ...] = ()
+    differences: tuple[TensorDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
     begins_behind: tuple[str, ...] = ()
     features: str = "features"
@@ -165,7 +165,7 @@ def _runtime(content: bytes, dialect: str) -> str:
 
 def verified(
     content: bytes, integers: IntegerModel, inputs: Any, *, dialect: str, reversed_axes: bool
-) -> tuple[str, tuple[LayerDifference, ...], Any, dict[str, Any]]:
+) -> tuple[str, tuple[TensorDifference, ...], Any, dict[str, Any]]:
     """Run the file; return the runtime, the layers' differences, and both results."""
     graph = graph_of_bytes(content)
     ran = _runtime(content, dialect)
@@ -191,7 +191,7 @@ def beside_floats(
 
 
 def refuse_departures(
-    rows: Iterable[LayerDifference], caller: str, *, same_arithmetic: bool = False
+    rows: Iterable[TensorDifference], caller: str, *, same_arithmetic: bool = False
 ) -> None:
     """Raise at the first layer with more difference than rounding explains, see `check_tensors`."""
     rows = tuple(rows)

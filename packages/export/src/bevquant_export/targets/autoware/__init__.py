@@ -27,8 +27,8 @@ from bevquant_export.targets.autoware._reference import (
 )
 
 if TYPE_CHECKING:
+    from bevquant_export._differences import TensorDifference
     from bevquant_export.lint._graph import Finding
-    from bevquant_export.sparse import LayerDifference
 
 __all__ = [
     "AUTOWARE",
@@ -65,7 +65,7 @@ class _Autoware(Target):
 
     def compare(
         self, made: AutowareFile, model: nn.Module, args: Any
-    ) -> tuple[LayerDifference, ...]:
+    ) -> tuple[TensorDifference, ...]:
         """`compare_autoware_onnx`, with the model's results kept in the file."""
         return compare_autoware_onnx(made, args)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bevquant_export._differences import LayerDifference
+from bevquant_export._differences import TensorDifference
 from bevquant_export._size_guards import note_guards
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._between import follow
@@ -299,7 +299,7 @@ def export_autoware_onnx(
 
 def _verified(
     file: AutowareFile, content: bytes, inputs: tuple[Any, ...]
-) -> tuple[LayerDifference, ...]:
+) -> tuple[TensorDifference, ...]:
     """Differences by `compare_autoware_onnx`, before the file gets its name."""
     with TemporaryDirectory() as folder:
         unnamed = replace(file, path=write_whole(Path(folder) / file.path.name, content))

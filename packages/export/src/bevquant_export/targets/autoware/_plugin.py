@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_export._differences import LayerDifference
+from bevquant_export._differences import TensorDifference
 from bevquant_export.sparse._graph import Graph
 
 DOMAIN = "autoware"
@@ -47,7 +47,7 @@ class AutowareFile:
     graph: Graph
     tensors: Mapping[str, str]
     coords: Mapping[str, str]
-    differences: tuple[LayerDifference, ...] = ()
+    differences: tuple[TensorDifference, ...] = ()
 
     @property
     def floats(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor
 
-from bevquant_export._differences import LayerDifference
+from bevquant_export._differences import TensorDifference
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._compare import counted
 from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu
@@ -303,7 +303,7 @@ def _frame(inputs: Any, caller: str) -> tuple[Tensor, Tensor, Any]:
     return features, coords, batch_size
 
 
-def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDifference, ...]:
+def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[TensorDifference, ...]:
     """Run a file by the definition of its operators, and `bevquant_int8sim` in their arithmetic.
 
     The simulator's kernels and rulebooks compute the encoder that the file was written from, with
