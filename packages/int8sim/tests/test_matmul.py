@@ -1,5 +1,7 @@
 """Every way in which torch multiplies integer matrices, whichever this machine would choose."""
 
+import time
+
 import pytest
 import torch
 
@@ -66,11 +68,28 @@ def absent(a, b):
 )
 def test_a_product_that_saturates_is_not_trusted(monkeypatch, made_by, exact):
     monkeypatch.setattr(torch, "_int_mm", made_by)
+    monkeypatch.setattr(_matmul, "_int_mm_is_faster", lambda: True)
     assert _matmul._int_mm_is_exact("cpu") is exact
+    assert chosen("torch.int8") == ("int_mm" if exact else "float32")
+    assert chosen("torch.int16") == "float64"
+
+
+def test_an_exact_product_that_takes_longer_is_passed_over(monkeypatch):
+    """As torch's on an AMD EPYC with AVX2 alone, which takes 20 times as long as float32's."""
+
+    def slow(a, b):
+        time.sleep(0.1)
+        return (a.long() @ b.long()).int()
+
+    monkeypatch.setattr(torch, "_int_mm", slow)
+    assert _matmul._int_mm_is_exact("cpu")
+    assert chosen("torch.int8") == "float32"
+
+
+def chosen(dtype):
     _matmul.matmul_method.cache_clear()
     try:
-        assert _matmul.matmul_method("cpu", "torch.int8") == ("int_mm" if exact else "float32")
-        assert _matmul.matmul_method("cpu", "torch.int16") == "float64"
+        return _matmul.matmul_method("cpu", dtype)
     finally:
         _matmul.matmul_method.cache_clear()
 
