@@ -218,6 +218,19 @@ def test_the_target_of_a_link_is_written_and_the_link_stays(tmp_path):
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["1"]
 
 
+def test_a_folder_behind_a_link_is_written_and_the_link_stays(tmp_path):
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to("runs/1")
+    for content in ("new", "newer"):
+        with write_folder(link) as work:
+            write_whole(work / "a", content)
+        assert link.is_symlink()
+        assert (tmp_path / "runs" / "1" / "a").read_text() == content
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "runs"]
+
+
 def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -55,8 +55,7 @@ def write_whole(
     if target.exists() and not target.is_file():
         target.write_bytes(content)  # a rename would replace the device or pipe, as /dev/null
         return target
-    # A rename would replace the link too.
-    place = Path(os.path.realpath(target)) if target.is_symlink() else target
+    place = _behind_link(target)
     _check_parent(place)
     temporary = _work_name(place, "tmp")
     try:
@@ -73,6 +72,11 @@ def write_whole(
         temporary.unlink(missing_ok=True)
         raise
     return target
+
+
+def _behind_link(path: Path) -> Path:
+    """The target of a symbolic link, which a rename to the link would replace; else the path."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def write_folder(
         ValueError: The parent of `path` does not exist.
         OSError: The disk is full, or writing is not permitted.
     """
-    target = file_path(path)
+    target = _behind_link(file_path(path))
     _check_parent(target)
     sweep(target.parent, target.name)
     work, old = _work_name(target, "tmp"), _work_name(target, "old")
