@@ -248,12 +248,13 @@ class TiledRulebook(Rulebook):
     """A rulebook that is asked for tiles; its table of neighbours is built only when read."""
 
     _tiles: Any
+    _plans: dict[int, Any]
 
     def __init__(
         self, in_indices: Tensor, geometry: Geometry, out_indices: Tensor, tiles: Any
     ) -> None:
         fields = dict(in_indices=in_indices, out_indices=out_indices, **vars(geometry))
-        for name, value in (*fields.items(), ("_tiles", tiles)):
+        for name, value in (*fields.items(), ("_tiles", tiles), ("_plans", {})):
             object.__setattr__(self, name, value)
 
     @cached_property
@@ -273,7 +274,9 @@ class TiledRulebook(Rulebook):
 
     def plan(self, tile_rows: int) -> Any:
         """The tiles of so many rows: a `bevquant_sparse.tiles.SparsePlan`."""
-        return self._tiles.plan(tile_rows)
+        if tile_rows not in self._plans:
+            self._plans[tile_rows] = self._tiles.plan(tile_rows)
+        return self._plans[tile_rows]
 
 
 def _pillars(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Any] | None:

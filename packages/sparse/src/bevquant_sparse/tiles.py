@@ -8,19 +8,19 @@ offsets; on LiDAR frames a tile then multiplies 1.0 to 1.6 times what is there i
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, replace
-from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
-from torch import Tensor
 
 from bevquant_sparse._bitmap import gray_rank
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import in_chunks, in_parts
+
+if TYPE_CHECKING:
+    from bevquant_sparse._rulebook import Rulebook
 
 PART_ROWS = 4096  # of a part of the work, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
@@ -46,29 +46,13 @@ class SparsePlan:
     out_rows: npt.NDArray[np.int32]
 
 
-class _Rulebook(Protocol):
-    """What is read of a `bevquant_sparse.Rulebook`."""
-
-    @property
-    def neighbours(self) -> Tensor: ...
-
-
-_plans: weakref.WeakKeyDictionary[_Rulebook, dict[int, SparsePlan]] = weakref.WeakKeyDictionary()
-_lock = Lock()
-
-
-def plan_for(rulebook: _Rulebook, tile_rows: int) -> SparsePlan:
-    """The plan of `rulebook` for tiles of that many rows, kept as long as the rulebook."""
-    with _lock:
-        kept = _plans.setdefault(rulebook, {})
-    if tile_rows not in kept:
-        planned = getattr(rulebook, "plan", None)  # a TiledRulebook
-        kept[tile_rows] = (
-            _make(rulebook.neighbours.contiguous().numpy(), tile_rows)
-            if planned is None
-            else planned(tile_rows)
-        )
-    return kept[tile_rows]
+def plan_for(rulebook: Rulebook, tile_rows: int) -> SparsePlan:
+    """The plan of `rulebook` for tiles of that many rows, kept as long as its table."""
+    if (planned := getattr(rulebook, "plan", None)) is not None:  # a TiledRulebook
+        plan: SparsePlan = planned(tile_rows)
+        return plan
+    neighbours = rulebook.neighbours.contiguous().numpy()
+    return rulebook.table.derive(("tiles", tile_rows), lambda: _make(neighbours, tile_rows))
 
 
 def plan_in_order(
