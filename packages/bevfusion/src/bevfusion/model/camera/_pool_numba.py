@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from bevfusion.model.camera._pool_torch import PoolPlan
-from bevquant_sparse.runtime.threads import share
-
-if numba.config.DISABLE_JIT:
-    # Loops over millions of points cannot run as Python; callers take the torch path instead.
-    raise ImportError("NUMBA_DISABLE_JIT is set")
+from bevquant_sparse.runtime.threads import share  # ImportError with NUMBA_DISABLE_JIT
 
 _LANES = 16
 _COLUMNS = 8  # of the feature map in one task of the backward pass: its sums stay in the cache
