@@ -20,6 +20,7 @@ from bevquant_int8sim.program import Coordinates, NumberCall, Program, Ref, Step
 _COORDS = ("getattr", "convolved_coords")
 _LARGEST = ("max", "amax")
 _SELECTED = {(1, 0): "column", (0, 0): "first", (0, -1): "last"}
+_SIGNS = {"add": 1, "sub": -1}
 _BATCH_INDEX = (["largest", "column"], ["last", "column"], ["first", "last"])
 _FREE: Mapping[str, Any] = {}
 
@@ -105,12 +106,15 @@ def counts_frames(program: Program, requirement: Step) -> bool:
     """
     makers = {name: step for step in program.steps for name in step.outputs}
     items = list(_items(requirement, makers))
-    return bool(items) and all(_is_batch_index(step, makers) for step in items)
+    return bool(items) and all(_past_batch_index(step, makers) is not None for step in items)
 
 
-def frame_tables(model: IntegerModel | None) -> dict[str, str]:
-    """Tables of coordinates that a program reads its number of frames from, to the number."""
-    found: dict[str, str] = {}
+def frame_tables(model: IntegerModel | None) -> dict[str, tuple[str, int]]:
+    """Tables of coordinates that a program reads its number of frames from.
+
+    Each with the number, and by how much it is larger than the last batch index.
+    """
+    found: dict[str, tuple[str, int]] = {}
     if model is None:
         return found
     makers = {name: step for step in model.program.steps for name in step.outputs}
@@ -120,7 +124,8 @@ def frame_tables(model: IntegerModel | None) -> dict[str, str]:
             name = item.inputs[0]
             while (step := makers.get(name)) is not None:
                 name = step.inputs[0]
-            found[name.partition(":")[0]] = item.outputs[0]
+            past = _past_batch_index(item, makers) or 0
+            found[name.partition(":")[0]] = item.outputs[0], past
     return found
 
 
@@ -137,16 +142,21 @@ def _items(step: Step, makers: Mapping[str, Step]) -> Iterator[Step]:
             pending += reversed(maker.inputs)
 
 
-def _is_batch_index(item: Step, makers: Mapping[str, Step]) -> bool:
-    """Whether a number is the largest, or the last, entry of a table's first column."""
-    step, moves = makers.get(item.inputs[0]), []
+def _past_batch_index(item: Step, makers: Mapping[str, Step]) -> int | None:
+    """A number minus the largest, or the last, entry of a table's first column.
+
+    ``(coords[-1, 0] + 1).int()`` gives 1; None for other numbers.
+    """
+    step, moves, past = makers.get(item.inputs[0]), [], 0
     while step is not None:
         what = step.called
         if what in _LARGEST and len(step.args) == 1:
             moves.append("largest")
         elif what == "select":
             moves.append(_SELECTED.get(step.args[1:], ""))
+        elif what in _SIGNS and not step.kwargs and type(step.args[1]) is int:
+            past += _SIGNS[what] * step.args[1]
         elif not (op_spec(what).casts or op_spec(what).kind == "identity"):
             break
         step = makers.get(step.inputs[0])
-    return moves in _BATCH_INDEX
+    return past if moves in _BATCH_INDEX else None

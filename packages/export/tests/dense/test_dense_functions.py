@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
+from bevquant_export import (
+    compare_qdq_onnx,
+    export_qdq_onnx,
+    lift_horizon_onnx,
+    lint_onnx,
+)
 from bevquant_export.dense.nodes import _torch_form
 from bevquant_export.dense.nodes._graph import Graph
 from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_int8sim import simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
 
 Fixture = Callable[..., Any]
 
@@ -275,6 +282,13 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "largest of equal windows": lambda x: (
         F.adaptive_max_pool2d(x.sin(), (2, 3)) + F.adaptive_max_pool2d(x.sin(), 1)
     ),
+    "largest of unequal windows": lambda x: (
+        F.adaptive_max_pool2d(x.sin(), (4, 9))
+        + F.adaptive_max_pool3d(x.sin(), (3, 4, 1))[:, :1]
+        + F.adaptive_max_pool1d(x[:, 0].sin(), 9).sum(1)[:, None, None]
+        + F.adaptive_max_pool1d(x[:, 0].sin(), 1)[:, None, :4]
+    ),
+    "places of the largest": lambda x: F.adaptive_max_pool2d(x, 4, return_indices=True)[1] * 0.5,
     "equal parts of a cell": lambda x: torch.gru_cell(
         x[:, 0, 0], x[:, 1, 1], *torch.linspace(-1, 1, 216).view(2, 18, 6)
     ),
@@ -317,6 +331,29 @@ def test_what_is_not_on_the_list_has_torchs_own_form(
     assert not [f for f in lint_onnx(file.path, "tensorrt") if f.severity == "error"]
     made, _ = run(file, x, optimised=False)
     same(names, made, integer(x))
+
+
+class Repeated(nn.Module):
+    """Rows repeated by counts that the frame gives, as points per voxel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        rows = torch.repeat_interleave(self.fc(x), counts, 0)
+        owner = torch.repeat_interleave(torch.arange(3), counts, output_size=12)
+        return rows.sum(0) + (owner * torch.arange(12)).sum()
+
+
+@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt11"])
+def test_rows_are_repeated_by_counts(profile: str, tmp_path: Path) -> None:
+    """The axis of torch's CumSum has one dimension; ONNX's reference and its text want none."""
+    frames = [(torch.randn(3, 4), torch.tensor(counts)) for counts in ([3, 4, 5], [2, 10, 0])]
+    model = quantize_model(Repeated().eval(), example_inputs=frames[0]).model
+    calibrate(model, frames)
+    file = export_qdq_onnx(model, frames[0], tmp_path / "net.onnx", profile)
+    assert not any(row.unexplained for row in compare_qdq_onnx(file, model, frames[1]))
 
 
 def test_circular_padding_needs_no_engines_pad(calibrated: Fixture, tmp_path: Path) -> None:

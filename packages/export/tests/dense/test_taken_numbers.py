@@ -199,28 +199,38 @@ def test_sizes_that_a_literal_gives_do_not_follow_the_batch(tmp_path: Path) -> N
     assert made.outputs == {"output": (1, 8, 6)}
 
 
+COUNTS: dict[str, Callable[[Tensor], Any]] = {
+    "number + 1": lambda coords: coords[:, 0].max().int().item() + 1,
+    "tensor + 1": lambda coords: coords[:, 0].max() + 1,
+    "of the last row": lambda coords: (coords[:, [0, 1]].clone()[:, 0][-1] + 1).int(),
+}
+
+
 class Frames(nn.Module):
     """As many sums as there are frames, as a scatter of pillars makes maps."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[Tensor], Any] = COUNTS["number + 1"]) -> None:
         super().__init__()
-        self.fc = nn.Linear(3, 4)
+        self.fc, self.count = nn.Linear(3, 4), count
 
     def forward(self, x: Tensor, coords: Tensor) -> Tensor:
         rows = self.fc(x)
-        count = coords[:, 0].max().int().item() + 1
+        count = self.count(coords)
         return torch.stack([rows[coords[:, 0] == i].sum(0) for i in range(count)])
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt"])
-def test_the_number_of_frames_is_a_constant_that_is_checked(profile: str, tmp_path: Path) -> None:
+def test_the_number_of_frames_is_a_constant_that_is_checked(
+    profile: str, count: str, tmp_path: Path
+) -> None:
     x, column = torch.randn(6, 3), torch.arange(6)
 
     def frame(*batch: int) -> tuple[Tensor, Tensor]:
         return x, torch.stack([torch.tensor(batch), column], 1)
 
     example = frame(0, 0, 0, 1, 1, 1)
-    model = quantize_model(Frames().eval(), example_inputs=example).model
+    model = quantize_model(Frames(COUNTS[count]).eval(), example_inputs=example).model
     calibrate(model, [example])
     made = export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
     assert "the number of frames is the example's" in made.notes[0]

@@ -235,7 +235,11 @@ def export_qdq_onnx(
     proto.metadata_props.add(key="verified", value=file.verified)
     note_guards(proto, guards)
     tables = frame_tables(integer_model(source.integer))
-    frames = {inputs[n]: int(source.hosts[of]) + 1 for n, of in tables.items() if n in inputs}
+    frames = {
+        inputs[name]: int(source.hosts[number]) - past + 1
+        for name, (number, past) in tables.items()
+        if name in inputs
+    }
     if frames:
         proto.metadata_props.add(key=FRAMES_KEY, value=json.dumps(frames))
     timing = None

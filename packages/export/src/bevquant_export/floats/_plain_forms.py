@@ -12,6 +12,8 @@
   each run of ones of c, from bit a to bit b, takes ⌊x / 2ᵃ⌋ mod 2ᵇ⁻ᵃ⁺¹ times 2ᵃ, and
   x | c = x + c − (x & c).
 - ``adaptive_max_pool`` into equal windows: a max pool of that kernel and stride, indices included.
+  Otherwise window i of n along an axis of size s has the places ⌊i·s / n⌋ to ⌈(i + 1)·s / n⌉ − 1.
+  They are gathered, the last place again in shorter windows, and a ReduceMax takes the largest.
 - ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times the
   kernel's size, over the divisor. torch's exporter leaves the divisor out.
 - ``copysign``, ``rrelu`` in evaluation (a LeakyReLU of the mean slope): by their formulas.
@@ -30,6 +32,7 @@
   A is well-conditioned. Of a singular matrix torch ends with an error, and a file divides by zero.
 - ``max`` and ``min`` of masks: those of integers. ReduceMax takes masks from operator set 20 on.
 - ``amax`` and ``amin`` of a whole tensor: of the axes by number. ``aminmax``: by these two.
+- ``repeat_interleave(…, output_size=n)``: without the size, which torch's exporter does not take.
 - ``segment_reduce`` along the first axis, between offsets: a scatter to the numbers of the
   segments, the running sum of ones at their starts.
 - ``topk(sorted=False)``: in order. torch leaves the order open, and each runtime takes another.
@@ -74,13 +77,14 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "col2im": _fold, "linalg_inv": _inverse, "linalg_solve": _solve,
         "cross": _cross, "linalg_cross": lambda a, b, *, dim=-1: _cross(a, b, dim), "hypot": _hypot,
         "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
+        "adaptive_max_pool1d": partial(_adaptive_max_pool, _MAX_POOL.max_pool1d_with_indices),
         "adaptive_max_pool2d": partial(_adaptive_max_pool, _MAX_POOL.max_pool2d_with_indices),
         "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
         "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
         "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
         "max": partial(_of_flags, torch.max), "min": partial(_of_flags, torch.min),
         "amax": partial(_extreme, torch.amax), "amin": partial(_extreme, torch.amin),
-        "aminmax": _extremes, "topk": _topk,
+        "aminmax": _extremes, "topk": _topk, "repeat_interleave": _repeated,
         "copysign": _copysign, "rrelu": _rrelu, "reshape": _bits, "segment_reduce": _segments,
         **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
     }  # fmt: skip
@@ -149,6 +153,14 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     return None if sorted else torch.topk(x, k, dim, largest)
 
 
+def _repeated(
+    x: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Tensor | None:
+    if output_size is None:
+        return None
+    return torch.repeat_interleave(x) if repeats is None else x.repeat_interleave(repeats, dim)
+
+
 def _copysign(x: Tensor, y: Any) -> Tensor:
     size = x.abs()
     if not isinstance(y, Tensor):
@@ -163,11 +175,35 @@ def _rrelu(
 
 
 def _adaptive_max_pool(pool: Callable[..., Any], x: Tensor, output_size: Any) -> Any:
+    if isinstance(output_size, int):
+        output_size = [output_size]
     sizes = x.shape[x.dim() - len(output_size) :]
     if any(size % made for size, made in zip(sizes, output_size, strict=True)):
-        raise ValueError("the windows of an adaptive max pool overlap where sizes are no multiples")
+        return _window_maxima(x, sizes, output_size)
     kernel = [size // made for size, made in zip(sizes, output_size, strict=True)]
     return pool(x, kernel, kernel)
+
+
+def _window_maxima(x: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Largest value of each window, and its place in the map, numbered row by row."""
+    rank, first = len(counts), x.dim() - len(counts)
+    places = torch.zeros((), dtype=torch.int64)
+    for axis, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        windows = [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+        width = max(map(len, windows))
+        index = torch.tensor([[w[min(k, len(w) - 1)] for k in range(width)] for w in windows])
+        at = first + 2 * axis
+        x = x.index_select(at, index.flatten()).unflatten(at, (count, width))
+        places = places[..., None, None] * size + index
+
+    def by_window(values: Tensor, at: int) -> Tensor:
+        last = values.dim()
+        order = [*range(at), *range(at, last, 2), *range(at + 1, last, 2)]
+        return values.permute(order).flatten(at + rank)
+
+    x, places = by_window(x, first), by_window(places, 0)
+    best = x.argmax(-1, keepdim=True)
+    return x.amax(-1), places.expand(x.shape).gather(-1, best).squeeze(-1)
 
 
 def _avg_pool(

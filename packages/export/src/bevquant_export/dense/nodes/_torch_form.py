@@ -212,6 +212,7 @@ def _lowered(proto: Any, opset: int) -> Any:
         raise ValueError("torch's form of it holds graphs inside of nodes")
     if opset < OPSET:
         _drop_part_numbers(proto.graph)
+    _scalar_axes(proto.graph)
     del proto.graph.value_info[:]
     if opset < FIRST_SHAPE_OF_PART:
         _slice_shapes(proto.graph)
@@ -234,6 +235,22 @@ def _lowered(proto: Any, opset: int) -> Any:
         f"torch's form of it, {', '.join(sorted({n.op_type for n in proto.graph.node}))} of "
         f"operator set {OPSET}, is none of operator set {opset}"
     )
+
+
+def _scalar_axes(graph: Any) -> None:
+    """Axes of CumSum as scalars: torch's form of repeat_interleave has ``[1]``, which ONNX refuses.
+
+    ONNX Runtime takes both.
+    """
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    held |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
+    for node in graph.node:
+        axis = held.get(node.input[1]) if node.op_type == "CumSum" else None
+        if axis is not None and list(axis.dims) == [1]:
+            scalar = graph.initializer.add()
+            scalar.CopyFrom(axis)
+            scalar.ClearField("dims")
+            scalar.name = node.input[1] = f"{node.output[0]}_axis"
 
 
 def _drop_part_numbers(graph: Any) -> None:
