@@ -371,7 +371,7 @@ def test_arguments_are_checked_before_any_batch():
     for wrong in ({"percentile": 101}, {"stride": 0}, {"start_bin": -1}, {"save_every": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             calibrate(Block(), never(), **wrong)
-    with pytest.raises(ValueError, match="no enabled quantizer"):
+    with pytest.raises(ValueError, match=r"no enabled quantizer.* result of quantize_model"):
         calibrate(nn.Linear(2, 2), never())
     with pytest.raises(ValueError, match="init_process_group"):
         calibrate(Block(), never(), distributed=True)

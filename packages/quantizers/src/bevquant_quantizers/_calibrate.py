@@ -218,7 +218,9 @@ def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator
     if not entries:
         raise ValueError(
             "the model has no enabled quantizer with a calibrator: quantize it first, or enable "
-            "its quantizers (adopt_quantizers takes over those of pytorch-quantization)"
+            "its quantizers (adopt_quantizers takes over those of pytorch-quantization). If it is "
+            "quantized, no layer was: print the result of quantize_model, which names the reasons "
+            "(weights computed in a forward become plain ones by fuse_model)"
         )
     return entries, calibrators
 
