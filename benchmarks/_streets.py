@@ -57,6 +57,9 @@ ENDS = (
 )
 FORMATS: dict[str, dict[str, Any]] = {
     "W8A8": {},
+    "W8A8-1": {"frames": 1},
+    "W8A8-4": {"frames": 4},
+    "W8A8-64": {"frames": 64},
     "W8A8-unsigned": {"unsigned": True},
     "FP8": {"plan": "fp8"},
     "FP8-bias": {"plan": "fp8", "bias_correction": True},
@@ -89,12 +92,14 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     Args:
         folder: Of the runs.
         name: Of the run.
-        settings: Of `PtqConfig`; `plan` is the precision of all layers, or with `budget` of those
-            that `run_sensitivity` does not leave in float; `sparse` that of sparse convolutions.
+        settings: Of `PtqConfig`; `frames` is the number of streets for the ranges, `plan` the
+            precision of all layers, or with `budget` of those that `run_sensitivity` does not leave
+            in float; `sparse` that of sparse convolutions.
 
     Raises:
         ValueError: The run of this name has other weights.
     """
+    count = settings.pop("frames", 16)
     digest, noted = sha256(settings["weights"]), folder / f"{name}.sha256"
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
@@ -116,7 +121,7 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
         folder.mkdir(parents=True, exist_ok=True)
         noted.write_text(digest)  # the run's own digests are those of folded weights
         config = PtqConfig(config="tiny", branch="all", **settings)
-        run_ptq(streets(5000, 16), config, runs=folder, name=name)
+        run_ptq(streets(5000, count), config, runs=folder, name=name)
     if not noted.is_file() or noted.read_text() != digest:
         raise ValueError(
             f"{folder / name} is a run of other weights than {settings['weights']}: name another "
