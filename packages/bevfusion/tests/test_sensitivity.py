@@ -69,20 +69,27 @@ def test_plans_over_time_in_text_and_picture() -> None:
     front = tuple(replace(plan, time=t, score=s) for t, s in ((1.0, 20.0), (2.0, 30.0)))
     exact = tuple(replace(group, precision="float") for group in plan.groups)
     front += (replace(plan, groups=exact, time=4.0, score=144.5),)
-    refined = RefinedPlan(plan, plan, 3, ((1.0, 18.0), (1.5, 28.0), (2.0, 26.0)))
+    points = ((1.0, 18.0), (1.5, 28.0), (2.0, 26.0))
+    refined = RefinedPlan(plan, plan, 3, points, {points[1]: (27.0, 31.0)})
     outcome = replace(outcome, front=front, refined=refined)
     lines = sensitivity_text(outcome)[-1].splitlines()
     assert lines[-3].split()[:3] == ["1.00", "20.0", "18.0"]
     # The best measured plan of more time than the line above; a slower one may be worse.
-    assert lines[-2].split()[:3] == ["2.00", "30.0", "28.0"]
+    assert lines[-2].split()[:5] == ["2.00", "30.0", "28.0", "(27.0", "to"]
     assert lines[-2].endswith("3 float, 37 int8")
     assert lines[-1].split()[:3] == ["4.00", "144.5", "–"]
     picture = front_picture(outcome)
     assert picture is not None
     wide, high = picture["width"], picture["height"]
-    assert picture["line"] == [(0.0, pytest.approx(high * 10 / 12)), (wide, 0.0)]
+    assert picture["line"] == [
+        (0.0, pytest.approx(high * 11 / 13)),
+        (wide, pytest.approx(high / 13)),
+    ]
     assert picture["dots"][0] == (0.0, high)
-    assert outcome.summary()["measured"][1] == {"time": 1.5, "score": 28.0}
+    assert picture["intervals"] == [[(wide / 2, pytest.approx(high * 4 / 13)), (wide / 2, 0.0)]]
+    measured = outcome.summary()["measured"]
+    assert measured[0] == {"time": 1.0, "score": 18.0}
+    assert measured[1] == {"time": 1.5, "score": 28.0, "low": 27.0, "high": 31.0}
     assert front_picture(made_up()) is None
 
 

@@ -130,6 +130,29 @@ def test_scores_are_those_of_full_runs(small):
     assert PrecisionPlan.from_json(found.plan.to_json()) == found.plan
 
 
+def test_the_best_plans_have_intervals_over_the_batches(small):
+    """Of two batches drawn with replacement both ends are those of one batch alone."""
+    found = refined(small, Budget(time=1.3))
+    points = sorted(found.measured, key=lambda p: (p[0], -p[1]))
+    front = [p for i, p in enumerate(points) if all(p[1] > other[1] for other in points[:i])]
+    assert list(found.intervals) == front
+    assert len(front) > 2
+    model = copy.deepcopy(small.model)
+    names = [group.name for group in precision_groups(model)]
+    for point, ends in found.intervals.items():
+        kinds = min(small.every, key=lambda k: math.dist(small.every[k], point))
+        plans = {
+            "float": dict.fromkeys(names, "float"),
+            "plan": dict(zip(names, kinds, strict=True)),
+        }
+        made = {}
+        for name, plan in plans.items():
+            apply_precision(model, PrecisionPlan.by_hand(model, plan))
+            made[name] = outputs(model, small.batches)
+        alone = [sqnr([q], [f]) for q, f in zip(made["plan"], made["float"], strict=True)]
+        assert ends == pytest.approx((min(alone), max(alone)), abs=1e-9)
+
+
 def test_a_bad_plan_by_hand_is_left_behind_and_a_good_one_kept(small):
     (worst, _), *_, (best, _) = sorted(
         ((kinds, score) for kinds, (time, score) in small.every.items() if time <= 1.3),
@@ -175,6 +198,11 @@ def test_a_metric_of_ones_own_and_groups_that_are_off():
         refine_plan(model, plan, batches, table, budget)
     found = refine_plan(model, plan, batches, table, budget, metric=least, reduce=min)
     assert found.plan[off.name] == "float"
+    assert not found.intervals  # it is unknown how such a score varies
+    own = {"metric": least, "reduce": min, "interval": lambda results: (min(results), max(results))}
+    ends = refine_plan(model, plan, batches, table, budget, **own).intervals
+    assert ends.keys() <= set(found.measured)
+    assert all(low == score <= high for (_, score), (low, high) in ends.items())
     apply_precision(model, found.plan)
     got = min(least(output, None) for output in outputs(model, batches))
     assert found.plan.score == got

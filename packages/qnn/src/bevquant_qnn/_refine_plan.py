@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ from bevquant_qnn._precision import Precision, Setting, own_precision, set_for_n
 from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._ranks import Kept, deal_out
 from bevquant_qnn._replay import Replay, evaluation
-from bevquant_qnn._scores import Metric, Reduce, Score, loss_of, score_of
+from bevquant_qnn._scores import Metric, Reduce, Score, drawn_interval, loss_of, score_of
 from bevquant_qnn._sensitivity_table import SensitivityTable
 from bevquant_quantizers import TensorQuantizer
 
@@ -29,6 +31,7 @@ _PARTS_AT_FIRST = (1.25, 1.1, 1.0, 0.9, 0.8, 0.65, 0.5)
 _PARTS_IN_ROUNDS = (1.25, 1.1, 1.0, 0.9)
 _SLACK = 1 + 1e-9  # times are sums of floats
 _Settings = dict[TensorQuantizer, Setting]
+Interval = Callable[[Sequence[Any]], tuple[float, float] | None]
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class RefinedPlan:
         start: The given plan, its score measured on the same batches.
         tried: Number of plans that were run.
         measured: Estimated time and measured score of each plan that was run.
+        intervals: 95 % interval of the score of those of `measured` that no other one beats in time
+            and score; empty where it is not known, as of one batch.
     """
 
     plan: PrecisionPlan
     start: PrecisionPlan
     tried: int
     measured: tuple[tuple[float, float], ...] = ()
+    intervals: Mapping[tuple[float, float], tuple[float, float]] = field(default_factory=dict)
 
 
 def refine_plan(
@@ -61,6 +67,7 @@ def refine_plan(
     costs: Mapping[Precision, float] = BIT_OPERATIONS,
     forward: Forward | None = None,
     reduce: Reduce | None = None,
+    interval: Interval | None = None,
     distributed: bool | None = None,
     kept: Kept | None = None,
 ) -> RefinedPlan:
@@ -93,6 +100,8 @@ def refine_plan(
         costs: As for `assign_precision`.
         forward: As for `sensitivity`.
         reduce: As for `sensitivity`.
+        interval: The interval from the results of a metric function, as `reduce` is its score.
+            Default: batches are drawn with replacement; unknown with a `reduce`.
         distributed: As for `sensitivity`.
         kept: As for `sensitivity`.
 
@@ -144,7 +153,14 @@ def refine_plan(
         return space.plan(chosen, space.time(chosen), trials.scores[chosen], measured=True)
 
     measured = tuple((space.time(chosen), score) for chosen, score in trials.scores.items())
-    return RefinedPlan(planned(best), planned(start), len(measured), measured)
+    if interval is None and reduce is None:
+        interval = partial(drawn_interval, reduce=score.reduce)
+    intervals = {}
+    for chosen in sorted(trials.front, key=space.time):
+        ends = None if interval is None else interval(trials.front[chosen])
+        if ends is not None:
+            intervals[space.time(chosen), trials.scores[chosen]] = ends
+    return RefinedPlan(planned(best), planned(start), len(measured), measured, intervals)
 
 
 class _Trials:
@@ -181,6 +197,9 @@ class _Trials:
                 }
             )
         self.scores: dict[Precisions, float] = {}
+        # Results of all batches, of plans that no other one beats in time and score.
+        self.front: dict[Precisions, Sequence[Any]] = {}
+        self._space = space
 
     def measure(self, base: Precisions, others: Iterable[Precisions] = ()) -> None:
         """Run `base` and plans that differ from it, but for those that are known."""
@@ -199,6 +218,12 @@ class _Trials:
             raise ValueError("refine_plan: there were no batches; give at least one")
         for precisions, of_batches in zip(wanted, zip(*results, strict=True), strict=True):
             self.scores[precisions] = float(self._score.reduce(of_batches))
+            self.front[precisions] = of_batches
+        best = -math.inf
+        for plan in sorted(self.front, key=lambda p: (self._space.time(p), -self.scores[p])):
+            if self.scores[plan] <= best:
+                del self.front[plan]
+            best = max(best, self.scores[plan])
 
     def _of_batch(self, batch: Any, base: Precisions, plans: Sequence[Precisions]) -> list[Any]:
         """Score of one batch for each plan."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,20 @@ def score_of(metric: str | Metric, reduce: Reduce | None) -> Score:
     if metric == "kl":
         return Score("kl", _divergence, _least_divergence)
     raise ValueError(f"sensitivity: unknown metric {metric!r}; use 'sqnr', 'kl' or a function")
+
+
+def drawn_interval(results: Sequence[Any], reduce: Reduce) -> tuple[float, float] | None:
+    """95 % interval of a score: its percentiles over 1,000 draws of batches with replacement.
+
+    Returns:
+        The ends; None for one batch.
+    """
+    count = len(results)
+    if count < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(count, size=(1000, count))
+    low, high = np.percentile([reduce([results[i] for i in row]) for row in drawn], [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _mean(values: Sequence[Any]) -> float:

@@ -316,7 +316,7 @@ def refine_within(
     scored = _scored(sensitivity_output(model, table.metric, output), shards)
     if table.metric == "mAP":
         task = MeanAp(model, batches, shards=shards)
-        scored |= {"metric": task, "reduce": task.reduce}
+        scored |= {"metric": task, "reduce": task.reduce, "interval": task.interval}
     frames = FramesInTurn(batches, before_each, reported=False)
     try:
         return refine_plan(model, plan, frames, table, budget, rounds=rounds, **scored)

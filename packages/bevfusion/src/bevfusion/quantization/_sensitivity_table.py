@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,13 @@ import numpy as np
 
 from bev_data import InputError
 from bev_data.datasets import labelled_region
-from bev_data.metrics import DetectionAccumulator, metrics_of, or_dash
+from bev_data.metrics import (
+    Bootstrap,
+    DetectionAccumulator,
+    interval_of_mean_ap,
+    metrics_of,
+    or_dash,
+)
 from bev_data.tables import Cell, CellParts, Column, Row, Table
 from bevfusion.evaluation import FrameBatches, detection_rules, detections_of, detections_record
 from bevfusion.model import Detector
@@ -67,6 +74,11 @@ class SensitivityOutcome:
         return () if self.refined is None else self.refined.measured
 
     @property
+    def intervals(self) -> Mapping[tuple[float, float], tuple[float, float]]:
+        """95 % interval of the score, by time and score of the best plans that were run."""
+        return {} if self.refined is None else self.refined.intervals
+
+    @property
     def unit(self) -> str:
         """The unit of scores."""
         return _UNITS[self.table.metric]
@@ -110,7 +122,11 @@ class SensitivityOutcome:
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
             "plan_from": self._plan_from(),
             "front": [{"time": p.time, "estimated_score": p.score} for p in self.front],
-            "measured": [{"time": time, "score": score} for time, score in self.measured],
+            "measured": [
+                {"time": point[0], "score": point[1]}
+                | dict(zip(("low", "high"), self.intervals.get(point, ()), strict=False))
+                for point in self.measured
+            ],
         }
 
     def _plan_from(self) -> dict[str, Any] | None:
@@ -159,9 +175,14 @@ def front_table(outcome: SensitivityOutcome) -> Table:
     rows, above = [], -math.inf
     for plan in outcome.front:
         limit = (plan.time or 0.0) + 1e-9
-        within = [score for time, score in outcome.measured if above < time <= limit]
-        best, above = [or_dash(max(within, default=None), form)] * bool(outcome.measured), limit
-        cells = [or_dash(plan.time, ".2f"), or_dash(plan.score, form), *best, _counts(plan)]
+        within = [point for point in outcome.measured if above < point[0] <= limit]
+        best, above = max(within, key=lambda point: (point[1], -point[0]), default=None), limit
+        text = or_dash(best and best[1], form)
+        if best is not None and best in outcome.intervals:
+            low, high = outcome.intervals[best]
+            text += f" ({low:{form}} to {high:{form}})"
+        measured = [text] * bool(outcome.measured)
+        cells = [or_dash(plan.time, ".2f"), or_dash(plan.score, form), *measured, _counts(plan)]
         rows.append(Row(cells))
     return Table("The best plan for each time", [*columns, Column("Groups")], rows)
 
@@ -176,7 +197,8 @@ def front_picture(outcome: SensitivityOutcome) -> dict[str, Any] | None:
     """
     quantized = (p for p in outcome.front if any(g.precision != "float" for g in p))
     line = [(plan.time or 0.0, plan.score or 0.0) for plan in quantized]
-    every = [*line, *outcome.measured]
+    ends = [[(time, end) for end in found] for (time, _), found in outcome.intervals.items()]
+    every = [*line, *outcome.measured, *chain.from_iterable(ends)]
     times, scores = ({point[axis] for point in every} for axis in (0, 1))
     if len(times) < 2 or len(scores) < 2:
         return None
@@ -194,6 +216,7 @@ def front_picture(outcome: SensitivityOutcome) -> dict[str, Any] | None:
         "height": _UP,
         "line": placed(line),
         "dots": placed(outcome.measured),
+        "intervals": [placed(pair) for pair in ends],
         "label": f"Score over estimated time: {low:{form}} to {high:{form}} {unit}",
         "ends": [f"{left:.2f}", f"{right:.2f}", f"{low:{form}}", f"{high:{form}} {unit}"],
     }
@@ -378,13 +401,21 @@ class MeanAp:
         Raises:
             InputError: No label counts.
         """
+        mean_ap = metrics_of(self._judged(found)).mean_ap
+        if mean_ap is None:
+            raise InputError(self.advice["none counts"])
+        return 100 * mean_ap
+
+    def interval(self, found: Sequence[Detections]) -> tuple[float, float] | None:
+        """95 % interval of `reduce` over frames drawn with replacement; None for one frame."""
+        ends = interval_of_mean_ap(self._judged(found), Bootstrap())
+        return None if ends is None else (100 * ends.low, 100 * ends.high)
+
+    def _judged(self, found: Sequence[Detections]) -> DetectionAccumulator:
         self._batches.share_notes(self._shards)
         accumulator = DetectionAccumulator(self._classes, self._rules)
         for index, detections in enumerate(found):
             labels = self._batches.frame_labels(index)
             if labels is not None:
                 accumulator.add(detections, labels, region=self._region)
-        mean_ap = metrics_of(accumulator).mean_ap
-        if mean_ap is None:
-            raise InputError(self.advice["none counts"])
-        return 100 * mean_ap
+        return accumulator
