@@ -9,7 +9,7 @@ offsets; on LiDAR frames a tile then multiplies 1.0 to 1.6 times what is there i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from numba import types
 from bevquant_sparse._bitmap import gray_rank
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import in_chunks, in_parts
-
-if TYPE_CHECKING:
-    from bevquant_sparse._rulebook import Rulebook
 
 PART_ROWS = 4096  # of a part of the work, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
@@ -46,13 +43,15 @@ class SparsePlan:
     out_rows: npt.NDArray[np.int32]
 
 
-def plan_for(rulebook: Rulebook, tile_rows: int) -> SparsePlan:
-    """The plan of `rulebook` for tiles of that many rows, kept as long as its table."""
+def plan_for(rulebook: Any, tile_rows: int) -> SparsePlan:
+    """The plan of a `bevquant_sparse.Rulebook` for such tiles, kept as long as its table."""
+    plan: SparsePlan
     if (planned := getattr(rulebook, "plan", None)) is not None:  # a TiledRulebook
-        plan: SparsePlan = planned(tile_rows)
-        return plan
-    neighbours = rulebook.neighbours.contiguous().numpy()
-    return rulebook.table.derive(("tiles", tile_rows), lambda: _make(neighbours, tile_rows))
+        plan = planned(tile_rows)
+    else:
+        neighbours = rulebook.neighbours.contiguous().numpy()
+        plan = rulebook.table.derive(("tiles", tile_rows), lambda: _make(neighbours, tile_rows))
+    return plan
 
 
 def plan_in_order(
