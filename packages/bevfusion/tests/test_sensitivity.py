@@ -107,7 +107,7 @@ def detector() -> tuple[BEVFusion, Any]:
 
 
 def quantized(*parts: str) -> tuple[BEVFusion, Any]:
-    """A decoder behind a LiDAR encoder, of which these parts are quantized; its only frame."""
+    """A LiDAR encoder and a decoder, with these parts quantized, and their only frame."""
     from bevfusion.model import example_batch
     from bevfusion.quantization import fuse_detector, quantize_detector
     from bevquant_quantizers import calibrate

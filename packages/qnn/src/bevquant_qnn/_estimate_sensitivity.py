@@ -19,7 +19,7 @@ from bevquant_qnn._precision import set_for_now
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._replay import Run, Watch, captured_outputs, evaluation
 from bevquant_qnn._scores import floats_of, score_of
-from bevquant_qnn._sensitivity import Trial, Wanted
+from bevquant_qnn._sensitivity import GroupPrecisions, Trial
 from bevquant_qnn._sensitivity_table import SensitivityTable
 from bevquant_qnn._snapshots import copied, float_tensors, mapped
 
@@ -32,7 +32,7 @@ def estimate_sensitivity(
     batches: Iterable[Any],
     *,
     outputs: Sequence[str] = (),
-    precisions: Wanted = None,
+    precisions: GroupPrecisions = None,
     forward: Forward | None = None,
     probes: int = 1,
     distributed: bool | None = None,

@@ -31,7 +31,7 @@ from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import Rulebook, build_rulebook
 
 Settings = dict[TensorQuantizer, Setting]
-Wanted = Sequence[Precision] | Callable[[PrecisionGroup], Sequence[Precision]] | None
+GroupPrecisions = Sequence[Precision] | Callable[[PrecisionGroup], Sequence[Precision]] | None
 
 
 def sensitivity(
@@ -40,7 +40,7 @@ def sensitivity(
     metric: str | Metric = "sqnr",
     *,
     outputs: Sequence[str] = (),
-    precisions: Wanted = None,
+    precisions: GroupPrecisions = None,
     without: bool = True,
     forward: Forward | None = None,
     reduce: Reduce | None = None,
@@ -118,7 +118,7 @@ class Trial:
     def __init__(
         self,
         model: nn.Module,
-        precisions: Wanted,
+        precisions: GroupPrecisions,
         score: Score,
         outputs: tuple[str, ...],
         *,
@@ -232,7 +232,7 @@ def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
     return groups
 
 
-def _precisions_of(group: PrecisionGroup, precisions: Wanted) -> tuple[str, ...]:
+def _precisions_of(group: PrecisionGroup, precisions: GroupPrecisions) -> tuple[str, ...]:
     """Precisions to measure: the requested ones, or the group's own bits."""
     if callable(precisions):
         precisions = precisions(group)

@@ -238,7 +238,7 @@ def _sensitivity(main: Measured) -> Check:
     if found is None:
         answer = "the losses of single layers were not measured"
         return Check(question, answer, "missing", command_for("sensitivity", main))
-    worst = min(found.table.rows, key=lambda row: min(row.alone.values()))
+    worst = found.table.worst_first()[0]
     precision = min(worst.alone, key=worst.alone.__getitem__)
     more = f" and {len(worst.modules) - 1} more" * (len(worst.modules) > 1)
     score = f"{worst.alone[precision]:.4g} {found.unit}".strip()

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from bevquant_export.lint._graph import Finding, Rules
 from bevquant_export.lint._tensors import Pairs, Step
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME, saturates, types_of
 from bevquant_export.targets.qdq import QdqTarget
-
-if TYPE_CHECKING:
-    from bevquant_export.lint._graph import Finding
-    from bevquant_export.lint._tensors import Pairs
 
 __all__ = ["OPENVINO"]
 
@@ -64,10 +59,9 @@ def check_openvino(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
 
 
 def _is_signed(step: Step) -> bool:
-    kind = step.zero_type or (step.constant.data_type if step.constant is not None else 0)
     zero = step.zero is None or not step.zero.any()
     # A float weight behind both nodes of a pair is what the pair makes of it.
-    return kind in (_INT8, 1) and zero
+    return types_of(step)[0] in (_INT8, 1) and zero
 
 
 class _OpenVino(QdqTarget):

@@ -55,7 +55,7 @@ def write_whole(
     if target.exists() and not target.is_file():
         target.write_bytes(content)  # a rename would replace the device or pipe, as /dev/null
         return target
-    place = _behind_link(target)
+    place = _link_target(target)
     _check_parent(place)
     temporary = _work_name(place, "tmp")
     try:
@@ -74,7 +74,7 @@ def write_whole(
     return target
 
 
-def _behind_link(path: Path) -> Path:
+def _link_target(path: Path) -> Path:
     """The target of a symbolic link, which a rename to the link would replace; else the path."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
@@ -97,7 +97,7 @@ def write_folder(
         ValueError: The parent of `path` does not exist.
         OSError: The disk is full, or writing is not permitted.
     """
-    target = _behind_link(file_path(path))
+    target = _link_target(file_path(path))
     _check_parent(target)
     sweep(target.parent, target.name)
     work, old = _work_name(target, "tmp"), _work_name(target, "old")
