@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from torch import nn
 
+from bevquant_export._float_file import FloatDifference, FloatFile
 from bevquant_export.dense import QdqFile
 from bevquant_export.detector import DetectorExport, DetectorMap
-from bevquant_export.floats import FloatDifference, FloatFile
 from bevquant_export.sparse import SparseExport
 from bevquant_fusion import FusionResult
 from bevquant_fusion._result import Skipped

@@ -13,9 +13,9 @@ import torch
 from onnx import helper
 from torch import nn
 
-from bevquant_export import find_target, lint_onnx, register_target, target_names
+from bevquant_export import _target, find_target, lint_onnx, register_target, target_names
 from bevquant_export.lint import Finding, Rule, main
-from bevquant_export.targets import LintFile, Target, _target
+from bevquant_export.targets import LintFile, Target
 from bevquant_quantizers import plugins
 
 NO_SOFTMAX = Rule("TOY001", "error", "no Softmax", "leave it out", ("toy",))

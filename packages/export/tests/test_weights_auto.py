@@ -14,6 +14,7 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from bevquant_export import (  # noqa: E402
+    _cpu,
     compare_qdq_onnx,
     cpu_at_hand,
     export_qdq_onnx,
@@ -21,7 +22,6 @@ from bevquant_export import (  # noqa: E402
     open_onnx,
 )
 from bevquant_export._figures import timed  # noqa: E402
-from bevquant_export.targets import _cpu  # noqa: E402
 from bevquant_int8sim import simulate  # noqa: E402
 from bevquant_qnn import QuantConfig, quantize_model  # noqa: E402
 from bevquant_quantizers import calibrate, quantization_disabled  # noqa: E402

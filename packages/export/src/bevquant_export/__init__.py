@@ -1,8 +1,28 @@
-"""ONNX files of quantized models, sparse and dense: write, lint, read and run."""
+"""ONNX files of quantized models, sparse and dense: write, lint, read and run.
+
+The folders, of which each imports none that stands below it here:
+
+- `lint`: rules on the graphs of a file.
+- `floats`: float operations in ONNX's operators.
+- `voxels`: ONNX functions that find, gather and sum voxels.
+- `half`: float16 or float32 for each value of a file.
+- `runtime`: runs of a file on the CPU at hand.
+- `qdq_reader`: QDQ files, of other tools too, as integer models.
+- `dense`: QDQ files, written and compared.
+- `sparse`: sparse encoders, for libspconv or in standard operators.
+- `targets`: engines, one module each.
+- `detector`: a whole model as files for libspconv and another engine.
+"""
 
 from __future__ import annotations
 
 from bevquant_export._differences import TensorCheck, check_tensors
+from bevquant_export._float_file import (
+    FloatDifference,
+    FloatFile,
+    compare_float_onnx,
+    export_float_onnx,
+)
 from bevquant_export._version import __version__ as __version__
 from bevquant_export.dense import (
     QdqFile,
@@ -21,7 +41,6 @@ from bevquant_export.detector import (
     OutputCheck,
     export_detector,
 )
-from bevquant_export.floats import FloatDifference, FloatFile, compare_float_onnx, export_float_onnx
 from bevquant_export.lint import Finding, lint_onnx, note_calibration
 from bevquant_export.qdq_reader import float_qdq_model, load_qdq_onnx
 from bevquant_export.sparse import (

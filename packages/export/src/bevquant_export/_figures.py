@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bevquant_export.targets._cpu import cpu_name, cpu_of
+from bevquant_export._cpu import cpu_name, cpu_of
 
 # By onnx.TensorProto's numbers.
 _EIGHT_BITS = {2: "uint8", 3: "int8", 17: "fp8_e4m3", 19: "fp8_e5m2"}

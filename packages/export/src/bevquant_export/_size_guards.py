@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bevquant_export.dense._source import bound
+from bevquant_export._inputs import bound
 from bevquant_graph import Guard
 from bevquant_int8sim.program import Program
 

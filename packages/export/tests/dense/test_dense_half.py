@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_export import export_qdq_onnx, lint_onnx, open_onnx
-from bevquant_export.dense.half._bounds import Bounds
-from bevquant_export.dense.half._types import half_typed
+from bevquant_export.half._bounds import Bounds
+from bevquant_export.half._types import half_typed
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate, load_ranges, save_ranges
 

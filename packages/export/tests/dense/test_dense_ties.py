@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
 from bevquant_export.dense._source import program_of
 from bevquant_export.dense.verify import _compare
-from bevquant_export.dense.verify._alike import StableChoices
 from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary, products_at
+from bevquant_export.runtime._alike import StableChoices
 from bevquant_int8sim import program, simulate
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
 from bevquant_quantizers import calibrate

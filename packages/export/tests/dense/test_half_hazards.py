@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_export import export_float_onnx, export_qdq_onnx, open_onnx
-from bevquant_export.dense.verify._runnable import reference_evaluator, rounded_session
+from bevquant_export.runtime._session import reference_evaluator, rounded_session
 from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("onnxscript", reason="the float extra is not installed")
 
+from bevquant_export import _float_file as floats_module
 from bevquant_export import compare_float_onnx, export_float_onnx, export_qdq_onnx
-from bevquant_export import floats as floats_module
-from bevquant_export.dense.verify._alike import StableChoices
+from bevquant_export.runtime._alike import StableChoices
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 

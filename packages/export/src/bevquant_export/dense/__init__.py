@@ -4,8 +4,8 @@
 one by one into a `_graph.Graph`: integer layers by `_weighted`, layout operators by `_layout_ops`,
 pooling by `_grid`, float operations by `_floats` and `_aten` or else `_torch_form`, voxels by
 `_voxels`. `_export` makes the ONNX model. A target's finishing steps (`Profile.passes`) and the
-types of half precision (`half`) are passes over an onnx-ir model. `_compare` compares the file with
-the program, cut (`_cut`) at every quantized tensor.
+types of half precision (`_half_trial`) are passes over an onnx-ir model. `_compare` compares the
+file with the program, cut (`_cut`) at every quantized tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bevquant_export.dense._export import export_qdq_onnx
 from bevquant_export.dense._source import QdqProgram
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.verify._compare import compare_qdq_onnx
-from bevquant_export.dense.verify._runnable import lift_horizon_onnx, open_onnx
+from bevquant_export.runtime._open import lift_horizon_onnx, open_onnx
 
 __all__ = [
     "QdqFile",

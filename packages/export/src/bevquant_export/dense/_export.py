@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export._cpu import mark_cpu
 from bevquant_export._errors import QdqError
 from bevquant_export._figures import Timing, figures_of, timed
 from bevquant_export._size_guards import FRAMES_KEY, note_guards, open_guards, refuse_free_batch
@@ -28,11 +29,10 @@ from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.dense.nodes._profile import FP4_OPSET, INT16_OPSET, Profile, profile_of
 from bevquant_export.dense.nodes._weighted import OPSET as FLOAT8_OPSET
 from bevquant_export.dense.verify._compare import tensors_by_input, verified
-from bevquant_export.dense.verify._runnable import session
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
-from bevquant_export.sparse.portable._body import OPSET
-from bevquant_export.targets._cpu import mark_cpu
+from bevquant_export.runtime._session import session
+from bevquant_export.voxels._body import OPSET
 from bevquant_graph import Guard, file_path, problem_of, reported_by
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import PROGRAM_READERS, BlockLayer, Integers
@@ -224,7 +224,7 @@ def export_qdq_onnx(
         result=with_names(source, source.program.result, (name for _, name in outputs)),
     )
     if chosen.half:
-        from bevquant_export.dense.half._trial import recorded, typed_file
+        from bevquant_export.dense._half_trial import recorded, typed_file
 
         seen = recorded(model, source, made, inputs)
         typed = typed_file(file, proto, source, args, seen, verify=verify, sums=integer_sums)
@@ -376,7 +376,7 @@ def _finished(proto: Any, profile: Profile) -> Any:
 
 def _functions(graph: Graph) -> list[Any]:
     """The functions of voxels that the graph calls."""
-    from bevquant_export.sparse.portable._emit import FUNCTIONS, OPEN, opened
+    from bevquant_export.voxels._emit import FUNCTIONS, OPEN, opened
 
     found = [
         opened(FUNCTIONS[name.removesuffix(OPEN)]()) if name.endswith(OPEN) else FUNCTIONS[name]()

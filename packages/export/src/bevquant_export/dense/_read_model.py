@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._errors import QdqError, refuse_no_values
+from bevquant_export._inputs import bound
 from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
 from bevquant_export.dense._source import (
     QdqProgram,
     Shape,
     Source,
-    bound,
     inputs_of,
     integer_model,
     ports_of,

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._errors import QdqError
+from bevquant_export._inputs import bound
 from bevquant_graph import (
     as_example,
     flatten,
-    input_tensor,
     is_sparse_tensor,
     leaves,
-    members_of,
-    refuse_other_members,
     refuse_unusable,
 )
 from bevquant_int8sim import IntegerModel, simulate
@@ -32,9 +30,7 @@ from bevquant_int8sim.program import (
     Program,
     Ref,
     Rounds,
-    SparseRef,
     Step,
-    arguments,
     in_single,
     names_in,
     replaced,
@@ -258,29 +254,6 @@ def example_of(model: Any, args: Any) -> Any:
     if not isinstance(args, tuple | list) and _reader_of(model) is not None:
         return args
     return model.inputs_of(args) if isinstance(model, IntegerModel) else as_example(model, args)
-
-
-def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
-    """Inputs of the program and their values in a call, sparse tensors whole."""
-    for name, value in placed(program.signature, arguments(args)):
-        yield name, value.float() if name in program.single else value
-
-
-def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str, Any]]:
-    """Names in a structure of `Ref`s, and the members of another value at these positions.
-
-    Members of containers are found by their keys. A `SparseRef` stands for two tensors.
-    """
-    if isinstance(wanted, Ref):
-        yield wanted.name, input_tensor(given)
-    elif isinstance(wanted, SparseRef):
-        yield wanted.features, given.features
-        yield wanted.coords, given.indices
-    else:
-        members, own = members_of(wanted) or {}, members_of(given) or {}
-        refuse_other_members(members, {key: own[key] for key in own if key in members}, where)
-        for key, item in members.items():
-            yield from placed(item, own[key], f"{where}[{key!r}]")
 
 
 Shape = tuple[int, ...]

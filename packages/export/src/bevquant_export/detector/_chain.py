@@ -24,8 +24,8 @@ from torch import Tensor
 
 from bevquant_export._differences import TensorDifference
 from bevquant_export.dense import QdqFile
-from bevquant_export.dense.half._single import CHOICES
 from bevquant_export.detector._parts import Parts
+from bevquant_export.half._single import CHOICES
 from bevquant_export.lint import Finding
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse import SparseExport

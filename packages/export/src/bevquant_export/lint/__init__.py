@@ -31,7 +31,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """`RULES` and `TARGETS`, which grow with the targets that are installed."""
-    from bevquant_export.targets import target_names
+    from bevquant_export._target import target_names
 
     if name == "RULES":
         return rules()

@@ -16,7 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bevquant_export._cpu import CPUS, HERE, cpu_at_hand, cpu_of
 from bevquant_export._size_guards import first_refused, frames_of, guards_of
+from bevquant_export._target import LintFile, Target, find_target, target_names, targets
 from bevquant_export._version import __version__
 from bevquant_export.lint import _graph, _model, _read, _shapes, _tensors
 from bevquant_export.lint._graph import Finding, Rule, quoted
@@ -28,8 +30,6 @@ from bevquant_export.lint._predict import (
     read_engine_layers,
 )
 from bevquant_export.lint._read import load_model
-from bevquant_export.targets._cpu import CPUS, HERE, cpu_at_hand, cpu_of
-from bevquant_export.targets._target import LintFile, Target, find_target, target_names, targets
 from bevquant_graph import file_path
 from bevquant_quantizers import write_whole
 

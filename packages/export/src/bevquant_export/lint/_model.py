@@ -17,7 +17,7 @@ from bevquant_export.lint._tensors import check_tensor, shape_of
 if TYPE_CHECKING:
     import onnx
 
-    from bevquant_export.targets._target import Target
+    from bevquant_export._target import Target
 
 # fmt: off
 VERSIONS = Rule("ONX014", "error",

@@ -21,7 +21,7 @@ from bevquant_export.lint._tensors import numel, values
 if TYPE_CHECKING:
     import onnx
 
-    from bevquant_export.targets._target import Target
+    from bevquant_export._target import Target
 
 # fmt: off
 SHAPES = Rule("ONX021", "error",

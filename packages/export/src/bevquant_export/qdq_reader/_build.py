@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from bevquant_export.dense.verify._runnable import reference_evaluator
 from bevquant_export.qdq_reader._constants import (
     FLOAT8,
     OWN,
@@ -38,6 +37,7 @@ from bevquant_export.qdq_reader._constants import (
 )
 from bevquant_export.qdq_reader._layers import cropped, layer_of, pad_windows
 from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT, tensor
+from bevquant_export.runtime._session import reference_evaluator
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")

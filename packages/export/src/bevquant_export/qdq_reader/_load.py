@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense.verify._runnable import upgraded_opset
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.qdq_reader._build import Builder
 from bevquant_export.qdq_reader._constants import activations
+from bevquant_export.runtime._session import upgraded_opset
 from bevquant_graph import check_kind, file_path
 from bevquant_int8sim import IntegerModel, simulate
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bevquant_export.sparse._graph import Conv, Graph, LayoutOp, Node, Pool, Scatter, Steps
+from bevquant_export.voxels._window import AXES
 from bevquant_int8sim.model import Coords
 
-AXES = 3
 _OTHER = {"xyz": "zyx", "zyx": "xyz"}
 _TURN = (0, 1, 4, 3, 2)
 
@@ -48,18 +47,6 @@ def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
     if _first(grid, missing):
         return torch.cat([coords[:, :1], coords[:, 1 + missing :]], 1)
     return coords[:, :columns]
-
-
-def with_axes(graph: Any, path: str, coords: str, columns: int, before: int) -> str:
-    """`with_three_axes` as nodes: int32 coordinates with this number of columns."""
-    missing = AXES + 1 - columns
-    if not missing:
-        return coords
-    places, real = list(range(columns)), [1] * columns
-    places[before:before] = real[before:before] = [0] * missing
-    coords = graph.node("Gather", path, [coords, graph.numbers(places)], axis=1)
-    kept = graph.constant(f"int32_{real}", real, np.int32)
-    return str(graph.node("Mul", path, [coords, kept]))
 
 
 def _first(grid: tuple[int, ...], missing: int) -> bool:

@@ -36,10 +36,10 @@ from bevquant_export.sparse._graph import (
     Pool,
     Relu,
     Select,
-    Sizes,
     Steps,
     first_on_input,
 )
+from bevquant_export.voxels._window import Sizes
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._differences import TensorDifference, difference
-from bevquant_export.dense._source import placed
+from bevquant_export._inputs import placed
 from bevquant_export.sparse._axes import lowered_to, with_three_axes
 from bevquant_export.sparse._between import follow, sparse_results
 from bevquant_export.sparse._channel_permutations import PERMUTED, permutes_channels

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.sparse._axes import AXES, three_axes
+from bevquant_export.sparse._axes import three_axes
 from bevquant_export.sparse._beginning import is_float_conv
 from bevquant_export.sparse._channel_permutations import PERMUTED, row_conv
 from bevquant_export.sparse._follow import Draft, Followed, Reading, named
-from bevquant_export.sparse._graph import Conv, Sizes
+from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import LARGEST_HALF, is_integer_layer, to_half
 from bevquant_export.sparse._observe import Seen, bound
+from bevquant_export.voxels._window import AXES, Sizes
 from bevquant_int8sim.program import SparseConv, Weighted
 from bevquant_sparse import WeightLayout, permute_weight
 

@@ -13,12 +13,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from bevquant_export.voxels._window import Sizes, Window
 from bevquant_graph import Guard
 from bevquant_int8sim import quantize, quantize_bias
-from bevquant_int8sim.model import Geometry
-from bevquant_sparse import build_rulebook
 
-Sizes = tuple[int, ...]
 _STEPS = 127
 # Attributes of a node in float; each class has some of these.
 _FLOAT: dict[str, Any] = {
@@ -84,41 +82,6 @@ class _OneRange(_Operation):
         """The one range, for inputs and output."""
         stated = self.input_range
         return {} if stated is None else dict.fromkeys((*self.inputs, self.y), stated)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Window:
-    """The voxels that a sparse convolution or pooling reads; sizes are in the file's axes."""
-
-    kernel_size: Sizes
-    stride: Sizes
-    padding: Sizes
-    dilation: Sizes
-    subm: bool  # Submanifold
-    rulebook: str  # Key under which convolutions share their pairs; may be empty
-    inverse: bool = False  # Inverse of the strided convolution with the same rulebook
-    name: str = ""  # Name of the node
-
-    @property
-    def keeps_voxels(self) -> bool:
-        """Submanifold, or 1×1×1 of stride 1 without padding, which moves nothing: rows stay."""
-        still = self.kernel_size == self.stride == (1, 1, 1) and not any(self.padding)
-        return self.subm or still
-
-    @property
-    def geometry(self) -> Geometry:
-        """Parameters that determine the pairs on a set of voxels."""
-        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
-        return Geometry(*sizes, (0, 0, 0), self.keeps_voxels, False, self.inverse)
-
-    def output_on(self, grid: Sizes) -> tuple[Sizes, Sizes]:
-        """Padding and grid of the output: those of the rulebook, which checks them too."""
-        nothing, sizes = torch.zeros(0, 4, dtype=torch.int32), self.geometry.numbers()[:4]
-        try:
-            rulebook = build_rulebook(nothing, grid, *sizes, subm=self.keeps_voxels, batch_size=1)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from error
-        return tuple(rulebook.padding), tuple(rulebook.out_shape)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense.half._bounds import HEAD_ROOM
-from bevquant_export.dense.half._intervals import UNKNOWN, Bound, joined, weighted
+from bevquant_export.half._bounds import HEAD_ROOM
+from bevquant_export.half._intervals import UNKNOWN, Bound, joined, weighted
 from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node, Relu, Select, Steps
 from bevquant_export.sparse._observe import Seen
 from bevquant_graph import check_kind, layer_class

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._cpu import refuse_saturation
 from bevquant_export._size_guards import REMEDY
 from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._graph import Graph, Node, first_on_input
+from bevquant_export.sparse._lower import LayerOutput, Lowered
 from bevquant_export.sparse._proto import read_graph, recorded
 from bevquant_export.sparse._run import FrameRun, See
 from bevquant_export.sparse._steps import session_run, silent_session
-from bevquant_export.sparse.portable._lower import LayerOutput, Lowered
-from bevquant_export.targets._cpu import refuse_saturation
 from bevquant_graph import Sizes, check_guards
 from bevquant_int8sim import Recorded, SparseOutput
 from bevquant_int8sim.model import Coords

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from bevquant_export._size_guards import sparse_guards
-from bevquant_export.sparse._axes import AXES
 from bevquant_export.sparse._beginning import BEHIND_DENSE, refuse_rounded_coords
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_permutations import with_channel_permutations
@@ -36,6 +35,7 @@ from bevquant_export.sparse._graph import (
 from bevquant_export.sparse._half_precision import check_half_values
 from bevquant_export.sparse._observe import Seen, observe
 from bevquant_export.sparse._steps import Bodies
+from bevquant_export.voxels._window import AXES
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim import program as integer_program
 from bevquant_int8sim.program import Step

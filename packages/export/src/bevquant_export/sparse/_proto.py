@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._cpu import mark_cpu
 from bevquant_export._size_guards import guards_of, note_guards
 from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Conv, Graph, Node
+from bevquant_export.sparse._lower import Lowered, lowered
 from bevquant_export.sparse._node_attributes import (
     EXTENSIONS,
     OPERATORS,
@@ -29,10 +31,8 @@ from bevquant_export.sparse._node_attributes import (
     operator_of,
     read_node,
 )
-from bevquant_export.sparse.portable._body import DOMAIN
-from bevquant_export.sparse.portable._lower import Lowered, lowered
-from bevquant_export.sparse.portable._weights import read_half, read_weight
-from bevquant_export.targets._cpu import mark_cpu
+from bevquant_export.sparse._weights import read_half, read_weight
+from bevquant_export.voxels._body import DOMAIN
 from bevquant_graph import file_path
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from bevquant_export.sparse._graph import (
     Node,
     Pool,
     Scatter,
-    Sizes,
     Steps,
 )
 from bevquant_export.sparse._steps import run_body
 from bevquant_export.sparse._walk import Accumulators, Floats, GraphWalk, Integers, State, Sum
+from bevquant_export.voxels._window import Sizes
 from bevquant_int8sim import (
     SparseOutput,
     dequantize,

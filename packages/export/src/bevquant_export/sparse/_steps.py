@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense.verify._runnable import reference_evaluator
-from bevquant_export.sparse._axes import AXES, with_axes
+from bevquant_export.runtime._session import reference_evaluator
 from bevquant_export.sparse._beginning import REMEDY
-from bevquant_export.sparse.portable._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
+from bevquant_export.voxels._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
+from bevquant_export.voxels._window import AXES, with_axes
 from bevquant_quantizers.plugins import importable
 
 if TYPE_CHECKING:

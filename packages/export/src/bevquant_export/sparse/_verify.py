@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_export._cpu import chosen_weights, saturates_here
 from bevquant_export._differences import TensorDifference, check_tensors, difference, verdict
 from bevquant_export._figures import Figures, Timing, figures_of, timed
 from bevquant_export._size_guards import note_guards
-from bevquant_export.dense.verify._runnable import session
+from bevquant_export.runtime._session import session
 from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._compare import compared, frame_for
 from bevquant_export.sparse._graph import Add, Conv, Graph, Steps
 from bevquant_export.sparse._load import SparseOnnxModel, feed_of
 from bevquant_export.sparse._proto import graph_of_bytes, read_graph, recorded
-from bevquant_export.targets._cpu import chosen_weights, saturates_here
 from bevquant_graph import HtmlTable
 from bevquant_int8sim import IntegerModel
 from bevquant_quantizers import write_whole

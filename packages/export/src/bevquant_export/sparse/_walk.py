@@ -1,6 +1,6 @@
 """A graph node by node, in integers or in floats: the part that a run and a written form share.
 
-`FrameRun` computes tensors, ``portable._lower`` writes operators. Each consumer reads a tensor in
+`FrameRun` computes tensors, ``_lower`` writes operators. Each consumer reads a tensor in
 the form that it needs, whatever the stored form.
 """
 
@@ -24,9 +24,9 @@ from bevquant_export.sparse._graph import (
     Relu,
     Scatter,
     Select,
-    Sizes,
     Steps,
 )
+from bevquant_export.voxels._window import Sizes
 
 T = TypeVar("T")  # a tensor
 V = TypeVar("V")  # a set of voxels

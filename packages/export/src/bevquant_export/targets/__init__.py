@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bevquant_export.targets._cpu import CPUS, cpu_at_hand
-from bevquant_export.targets._target import (
+from bevquant_export._cpu import CPUS, cpu_at_hand
+from bevquant_export._target import (
     LintFile,
     Target,
     find_target,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bevquant_export._target import LintFile
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._tensors import Pairs, Step, shape_of
-from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bevquant_export.lint import _spconv_convs, _spconv_graph
-from bevquant_export.targets._target import Target
+from bevquant_export._target import Target
+from bevquant_export.sparse import _lint_convs, _lint_graph
 
 if TYPE_CHECKING:
+    from bevquant_export._target import LintFile
     from bevquant_export.lint._graph import Finding
-    from bevquant_export.targets._target import LintFile
 
 __all__ = ["LIBSPCONV", "SparseTarget"]
 
@@ -36,16 +36,16 @@ class SparseTarget(Target):
 
 class _Libspconv(SparseTarget):
     name, title, kind = "libspconv", "libspconv", "sparse"
-    rules = tuple(sorted((*_spconv_convs.RULES, *_spconv_graph.RULES), key=lambda rule: rule.id))
+    rules = tuple(sorted((*_lint_convs.RULES, *_lint_graph.RULES), key=lambda rule: rule.id))
     unverified = ("libspconv was not at hand: the rules follow its parser's source",)
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
         """The parser's and the engine's requirements."""
         graph, folder = file.graphs[0], file.path.parent
-        yield from _spconv_graph.check_graph(graph)
-        yield from _spconv_convs.check_convs(graph, folder)
-        yield from _spconv_convs.check_numbers(graph, folder)
-        yield from _spconv_graph.check_places(graph)
+        yield from _lint_graph.check_graph(graph)
+        yield from _lint_convs.check_convs(graph, folder)
+        yield from _lint_convs.check_numbers(graph, folder)
+        yield from _lint_graph.check_places(graph)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
         """The call of the engine's library."""

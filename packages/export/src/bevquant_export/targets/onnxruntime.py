@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bevquant_export._cpu import exact_everywhere
+from bevquant_export._target import LintFile
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, passed, quoted
 from bevquant_export.lint._tensors import Pairs, Step, values
-from bevquant_export.targets._cpu import exact_everywhere
-from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:

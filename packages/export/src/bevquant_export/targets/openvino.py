@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from bevquant_export._target import LintFile
 from bevquant_export.lint._graph import Finding, Rules
 from bevquant_export.lint._tensors import Pairs, Step
-from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME, saturates, types_of
 from bevquant_export.targets.qdq import QdqTarget
 

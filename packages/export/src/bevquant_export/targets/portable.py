@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bevquant_export.targets._cpu import weights_for
+from bevquant_export._cpu import weights_for
 from bevquant_export.targets.libspconv import SparseTarget
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 
 if TYPE_CHECKING:
+    from bevquant_export._target import LintFile
     from bevquant_export.lint._graph import Finding
-    from bevquant_export.targets._target import LintFile
 
 __all__ = ["PORTABLE"]
 

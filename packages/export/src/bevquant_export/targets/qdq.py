@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bevquant_export._cpu import weights_for
+from bevquant_export._target import LintFile, Target
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._tensors import Pairs, check_axis, check_pairs
-from bevquant_export.targets._cpu import weights_for
-from bevquant_export.targets._target import LintFile, Target
 
 if TYPE_CHECKING:
     from bevquant_export.dense import QdqFile, TensorDifference
@@ -63,7 +63,7 @@ class QdqTarget(Target):
 
     def session(self, proto: Any) -> Any:
         """A session of this engine on this CPU (``get_inputs``, ``run``)."""
-        from bevquant_export.dense.verify._runnable import session
+        from bevquant_export.runtime._session import session
 
         return session(proto, self.form.runner)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bevquant_export._target import LintFile
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint import _tensorrt
 from bevquant_export.lint._read import load_model
 from bevquant_export.lint._tensors import FLOAT8
-from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ import operator
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.ao.quantization import QConfig
 from torch.fx import Graph, GraphModule, Node
 
 from bevquant_graph import layer_class
@@ -20,13 +22,13 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
 from bevquant_hybrid._fx._float_operators import BOUNDARY
 from bevquant_hybrid._fx._placement import keeps_scale
 from bevquant_hybrid._fx._tracer import called_function, called_path
-from bevquant_hybrid._observers import FixedScaleObserver
+from bevquant_hybrid._observers import FixedScaleObserver, MovingAveragePerChannelMinMaxObserver
 from bevquant_hybrid._scale_keeping import rule_of
+from bevquant_hybrid.dtype import qint8
 from bevquant_hybrid.march import JOINS_AT_ONE_SCALE
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
-from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
 
 
 def is_calibration(model: nn.Module) -> bool:
@@ -121,14 +123,17 @@ def _of_its_scale(part: CalibFakeQuantize) -> FakeQuantize:
 
 
 def _quantize_weight(owner: Any) -> None:
-    qconfig = get_default_qat_qconfig()
+    made_by = FakeQuantize.with_args(
+        observer=MovingAveragePerChannelMinMaxObserver, dtype=qint8,
+        qscheme=torch.per_channel_symmetric, ch_axis=0,
+    )  # fmt: skip
     if not isinstance(owner, Weighted):
-        owner.weight_fake_quant = qconfig.weight()
+        owner.weight_fake_quant = made_by()
         if isinstance(owner, qat.BatchNorm2d | qat.BatchNorm3d | qat.SyncBatchNorm):
             # Its factors, which its statistics give, are what the fake quantizer has to see.
             owner._factor_and_offset()
         return
-    owner.weight_fake_quant = owner._weight_fake_quant(qconfig)
+    owner.weight_fake_quant = owner._weight_fake_quant(QConfig(None, made_by))
     if isinstance(owner, WithBatchNorm):
         owner.quantized_weight()
     else:

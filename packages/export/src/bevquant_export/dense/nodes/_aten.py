@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.dense.nodes._at import At, Form
-from bevquant_export.sparse.portable._body import FLOAT
+from bevquant_export.voxels._body import FLOAT
 from bevquant_graph import zero_padding
 from bevquant_int8sim.program import Ref
 

@@ -23,9 +23,9 @@ import torch
 from bevquant_export._errors import QdqError
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._at import reshaped, sliced
-from bevquant_export.dense.nodes._float4 import E2M1, E4M3, float8_array, float_types
 from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.lint._model import FP4_QUANTIZE, TRT
+from bevquant_export.runtime._float4 import E2M1, E4M3, float8_array, float_types
 from bevquant_int8sim.program import BlockLayer, Step
 from bevquant_quantizers import format_of
 

@@ -39,7 +39,7 @@ from bevquant_export.dense.nodes._weighted import (
     weighted_layer,
 )
 from bevquant_export.lint._graph import Node
-from bevquant_export.sparse.portable._body import INT64
+from bevquant_export.voxels._body import INT64
 from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (
     Add,

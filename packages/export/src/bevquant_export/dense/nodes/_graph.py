@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from bevquant_export._errors import QdqError
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._model import VOXELS
-from bevquant_export.sparse.portable._emit import OPEN
+from bevquant_export.voxels._emit import OPEN
 from bevquant_int8sim.program import Integers
 
 if TYPE_CHECKING:
-    from bevquant_export.sparse.portable._emit import Settings
+    from bevquant_export.voxels._emit import Settings
 
 FIRST_SHAPE_OF_PART = 15  # operator set whose Shape has a start and an end
 _AXES_AS_INPUT = {"ReduceSum": 13}  # from that operator set on; of other reductions 18

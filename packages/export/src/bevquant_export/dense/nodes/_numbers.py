@@ -11,7 +11,7 @@ import torch
 from bevquant_export._errors import QdqError
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._graph import FIRST_SHAPE_OF_PART, Graph
-from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT64
+from bevquant_export.voxels._body import DOUBLE, FLOAT, INT64
 from bevquant_int8sim.program import Ref, Step
 
 ARITHMETIC = {

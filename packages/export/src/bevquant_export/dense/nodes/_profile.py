@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from bevquant_export._cpu import chosen_weights
 from bevquant_export._errors import QdqError
-from bevquant_export.targets._cpu import chosen_weights
-from bevquant_export.targets._target import targets
+from bevquant_export._target import targets
 from bevquant_int8sim.program import Integers
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._graph import FIRST_SHAPE_OF_PART, Graph
 from bevquant_export.floats._torch_exporter import OPSET, exported
-from bevquant_export.sparse.portable._body import INT32, INT64
+from bevquant_export.voxels._body import INT32, INT64
 from bevquant_int8sim.program import Ref, Step, replaced
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -19,17 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._cpu import stored_weights
 from bevquant_export._errors import QdqError
 from bevquant_export.dense.nodes._graph import TensorState
 from bevquant_export.dense.nodes._numbers import Numbers, refuse
-from bevquant_export.sparse._axes import with_axes
-from bevquant_export.sparse._graph import Window
-from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT16, INT32, UINT8
-from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
-from bevquant_export.targets._cpu import stored_weights
+from bevquant_export.voxels._body import DOUBLE, FLOAT, INT16, INT32, UINT8
+from bevquant_export.voxels._sets import Surroundings, VoxelSet
+from bevquant_export.voxels._window import AXES, Window, with_axes
 from bevquant_int8sim.program import Integers, Ref, Requantize, SparseConv, Step, replaced
 
-_AXES = 3
 _PADDING = 2  # place among kernel, stride, padding and dilation
 
 
@@ -61,7 +59,7 @@ class Voxels:
         missing = self._missing_axes(voxel_set)
         if not missing:
             return coords
-        kept = self.graph.numbers([0, *range(1 + missing, 1 + _AXES)])
+        kept = self.graph.numbers([0, *range(1 + missing, 1 + AXES)])
         return self.graph.node("Gather", "coords", [coords, kept], axis=1)
 
     def host(self, step: Step) -> None:
@@ -96,12 +94,12 @@ class Voxels:
         room = numbers([2 * p - d * (k - 1) - 1 for k, p, d in axes])
         made = node("Div", window.name, [node("Add", window.name, [grid, room]),
                                          numbers(window.stride)])  # fmt: skip
-        return node("Add", window.name, [made, numbers([1] * _AXES)])
+        return node("Add", window.name, [made, numbers([1] * AXES)])
 
     def _given(
         self, name: str, coords: str, grid: tuple[int, ...], frames: str, path: str, open: str = ""
     ) -> None:
-        missing = _AXES - len(grid)
+        missing = AXES - len(grid)
         if missing < 0:
             refuse(path, f"voxels on a grid of {len(grid)} axes have no form; expected 1…3")
         if missing and open:
@@ -212,7 +210,7 @@ class Voxels:
         if not (missing := self._missing_axes(voxel_set)):
             return made
         channels, *grid = self.source.shapes[step.outputs[0]][1:]
-        assert len(grid) == _AXES - missing
+        assert len(grid) == AXES - missing
         return self.graph.node(
             "Reshape", step.path, [made, self.graph.numbers([-1, channels, *grid])]
         )

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._cpu import stored_weights
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._at import reshaped
 from bevquant_export.dense.nodes._blocks import block_pair
-from bevquant_export.dense.nodes._float4 import float8_array
 from bevquant_export.dense.nodes._graph import Array, Graph, TensorState
-from bevquant_export.targets._cpu import stored_weights
+from bevquant_export.runtime._float4 import float8_array
 from bevquant_int8sim.program import (
     FLOAT8,
     BlockLayer,

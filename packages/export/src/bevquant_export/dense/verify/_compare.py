@@ -16,22 +16,23 @@ from torch import Tensor, nn
 
 from bevquant_export._differences import TensorDifference
 from bevquant_export._errors import QdqError
+from bevquant_export._inputs import placed
 from bevquant_export.dense._source import (
     QdqProgram,
     example_of,
     inputs_of,
     integer_model,
     location,
-    placed,
     program_of,
 )
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.nodes._graph import Array
 from bevquant_export.dense.nodes._profile import profile_of
-from bevquant_export.dense.verify._alike import HALF, StableChoices, alike
 from bevquant_export.dense.verify._cut import AT_ONCE, CutFile
 from bevquant_export.dense.verify._float_errors import FloatErrors
-from bevquant_export.dense.verify._runnable import (
+from bevquant_export.lint._read import load_model, reading
+from bevquant_export.runtime._alike import HALF, StableChoices, alike
+from bevquant_export.runtime._session import (
     any_session,
     computes_in_half,
     half_inputs,
@@ -40,7 +41,6 @@ from bevquant_export.dense.verify._runnable import (
     session,
     upgraded_opset,
 )
-from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import (
     arguments,
     check_kind,

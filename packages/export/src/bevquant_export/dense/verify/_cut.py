@@ -22,7 +22,7 @@ from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_export.dense.nodes._weighted import float8_steps_apart, rounds_within
 from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary
-from bevquant_export.dense.verify._runnable import upgraded_opset
+from bevquant_export.runtime._session import upgraded_opset
 from bevquant_int8sim.program import Program, Step
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bevquant_export._target import LintFile, Target
 from bevquant_export.lint import _tensorrt
 from bevquant_export.lint._tensors import Pairs, check_axis, check_pairs
-from bevquant_export.targets._target import LintFile, Target
 from bevquant_export.targets.autoware._bindings import check_bindings
 from bevquant_export.targets.autoware._contract import RULES, check_contract
 from bevquant_export.targets.autoware._export import (

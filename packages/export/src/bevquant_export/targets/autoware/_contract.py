@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Finding, Graph, Node, quoted
-from bevquant_export.lint._spconv_graph import output_grid
 from bevquant_export.lint._tensors import shape_of, values
+from bevquant_export.sparse._lint_graph import output_grid
 from bevquant_export.targets.autoware._bindings import STAGES, rule, stages_of
 from bevquant_export.targets.autoware._plugin import DOMAIN, SLOTS, quantized_weight
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
-from bevquant_export.lint._spconv_convs import is_add, kernel_of, precision, weight_dims
+from bevquant_export.sparse._lint_convs import is_add, kernel_of, precision, weight_dims
 
 _rule = Rules("SPC", "libspconv")
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._cpu import stored_weights
 from bevquant_export.sparse._graph import Conv
-from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim import quantize
 
 if TYPE_CHECKING:

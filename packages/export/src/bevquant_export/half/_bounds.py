@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.dense.half import _intervals as products
-from bevquant_export.dense.half._intervals import (
+from bevquant_export.half import _intervals as products
+from bevquant_export.half._intervals import (
     INF,
     RENAMED,
     TRUTH,

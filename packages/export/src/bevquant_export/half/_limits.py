@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from bevquant_export.dense.half._bounds import Bounds, tested
-from bevquant_export.dense.half._intervals import INF, RENAMED, Bound, Reading, shape_of, times
+from bevquant_export.half._bounds import Bounds, tested
+from bevquant_export.half._intervals import INF, RENAMED, Bound, Reading, shape_of, times
 from bevquant_export.lint._model import PLUGINS, TRT
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.sparse.portable import _voxel_functions as voxel
-from bevquant_export.sparse.portable._body import DOMAIN, FLOAT, INT8, INT64, OPSET, UINT8
+from bevquant_export.voxels import _functions as voxel
+from bevquant_export.voxels._body import DOMAIN, FLOAT, INT8, INT64, OPSET, UINT8
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, ModelProto, ValueInfoProto

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bevquant_export.sparse.portable._body import (
+from bevquant_export.voxels._body import (
     BOOL,
     DOUBLE,
     FLOAT,

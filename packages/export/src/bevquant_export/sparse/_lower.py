@@ -23,16 +23,16 @@ from bevquant_export.sparse._graph import (
     Pool,
     Relu,
     Scatter,
-    Sizes,
     Steps,
     first_on_input,
 )
 from bevquant_export.sparse._walk import Accumulators, Floats, GraphWalk, Integers, State
-from bevquant_export.sparse.portable._body import FLOAT, INT8, INT32, INT64
-from bevquant_export.sparse.portable._emit import Emitter, Settings
-from bevquant_export.sparse.portable._voxel_functions import scatter_name
-from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
-from bevquant_export.sparse.portable._weights import float_matrix, integer_matrix
+from bevquant_export.sparse._weights import float_matrix, integer_matrix
+from bevquant_export.voxels._body import FLOAT, INT8, INT32, INT64
+from bevquant_export.voxels._emit import Emitter, Settings
+from bevquant_export.voxels._functions import scatter_name
+from bevquant_export.voxels._sets import Surroundings, VoxelSet
+from bevquant_export.voxels._window import Sizes
 
 if TYPE_CHECKING:
     from onnx import ModelProto

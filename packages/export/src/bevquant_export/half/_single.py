@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from bevquant_export.dense.half._bounds import Bounds
-from bevquant_export.dense.half._intervals import RENAMED, producer
-from bevquant_export.dense.half._limits import (
+from bevquant_export.half._bounds import Bounds
+from bevquant_export.half._intervals import RENAMED, producer
+from bevquant_export.half._limits import (
     LARGEST_HALF,
     UNKNOWN_RANGE,
     Size,

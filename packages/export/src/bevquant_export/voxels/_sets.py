@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bevquant_export.sparse._graph import Sizes, Window
-from bevquant_export.sparse.portable._emit import Settings
+from bevquant_export.voxels._emit import Settings
+from bevquant_export.voxels._window import Sizes, Window
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bevquant_export.dense.half._intervals import RENAMED
-from bevquant_export.dense.half._limits import LARGEST_HALF, SINGLE_INPUTS, is_single
-from bevquant_export.dense.half._single import Known, Measure, Singles
+from bevquant_export.half._intervals import RENAMED
+from bevquant_export.half._limits import LARGEST_HALF, SINGLE_INPUTS, is_single
+from bevquant_export.half._single import Known, Measure, Singles
 
 _HALF, _SINGLE = ir.DataType.FLOAT16, ir.DataType.FLOAT
 

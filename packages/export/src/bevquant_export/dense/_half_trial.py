@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._source import Source, integer_model
 from bevquant_export.dense._written import QdqFile
-from bevquant_export.dense.half._bounds import HEAD_ROOM
-from bevquant_export.dense.half._intervals import RENAMED
-from bevquant_export.dense.half._limits import LARGEST_HALF, Size, size_of
-from bevquant_export.dense.half._single import Known, Measure
-from bevquant_export.dense.half._types import Typed, half_typed
-from bevquant_export.dense.verify._alike import HALF, StableChoices, alike
 from bevquant_export.dense.verify._compare import departing, refusal, required_of, tensors_by_input
-from bevquant_export.dense.verify._runnable import (
+from bevquant_export.half._bounds import HEAD_ROOM
+from bevquant_export.half._intervals import RENAMED
+from bevquant_export.half._limits import LARGEST_HALF, Size, size_of
+from bevquant_export.half._single import Known, Measure
+from bevquant_export.half._types import Typed, half_typed
+from bevquant_export.runtime._alike import HALF, StableChoices, alike
+from bevquant_export.runtime._session import (
     any_session,
     half_inputs,
     rounded_session,

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bevquant_export.dense.nodes._graph import Array
 from bevquant_int8sim import program
 
 HALF = 2.0**-6  # float16 functions
@@ -22,7 +22,7 @@ _ROUNDING = 2.0**-21  # float32 functions, in two runtimes
 _NOTHING = 1e-4  # rounding errors of a normalised constant
 
 
-def alike(want: Array, got: Array, tolerance: float) -> bool:
+def alike(want: NDArray[Any], got: NDArray[Any], tolerance: float) -> bool:
     """Whether two outputs differ by at most a share of the largest value, or by noise."""
     wanted, made = (torch.from_numpy(np.ascontiguousarray(value)) for value in (want, got))
     return program.alike(wanted, made, tolerance, _NOTHING)

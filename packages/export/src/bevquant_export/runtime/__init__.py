@@ -1,0 +1,1 @@
+"""Files run on the CPU at hand, by onnxruntime, OpenVINO or ONNX's reference."""

@@ -1,1 +1,0 @@
-"""Sparse encoders in standard operators, for runtimes without sparse convolutions."""
