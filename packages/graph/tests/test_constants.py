@@ -238,6 +238,19 @@ def test_the_authors_checks_of_values_are_not_in_the_graph(tmp_path: Path, name:
     assert graph.replay(torch.rand(3, 4)).shape == (3, 4)
 
 
+def test_a_check_of_a_number_of_rows_is_required_and_no_decision(tmp_path: Path) -> None:
+    # The layer needs the number, so that the check is asked with the example's values.
+    lines = "columns = (x > 0).any(0).nonzero()\n        if len(columns) != 4: raise ValueError\n"
+    model = _checking(tmp_path, f"{lines}        x = x[:, columns[:, 0]]")
+    x = torch.tensor([1.0, -1, 1, 1, -1, 1]).expand(2, 6)
+    graph = capture(model, x)
+    assert graph.decided
+    assert not graph.answers
+    assert torch.equal(graph.replay(x.flip(1)), model(x))
+    with pytest.raises(ValueError, match=r"nonzero .* asked about in .*checking\.py:11"):
+        graph.replay(x.abs())
+
+
 @pytest.mark.parametrize("name", DECISIONS)
 def test_a_decision_by_values_is_no_check(tmp_path: Path, name: str) -> None:
     graph = capture(_checking(tmp_path, DECISIONS[name]), torch.rand(2, 4))

@@ -15,21 +15,23 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
+from ._asserted import passing
 from ._faults import author_line, is_authors
 from ._size_guards import Guard, check_guards, parsed
 from ._switches import switch_of
-from ._tidy import ANSWER, REQUIRE, fixed_number
+from ._tidy import ANSWER, CHECK, REQUIRE, fixed_number
 
 
 class Condition(NamedTuple):
     """A condition on symbols of sizes (a sympy expression), and the line that asks.
 
-    The term is None for the line that fixes all sizes.
+    The term is None for the line that fixes all sizes. `checks`: an error is the other answer.
     """
 
     term: Any
     file: str
     line: int
+    checks: bool = False
 
 
 @contextmanager
@@ -79,7 +81,11 @@ def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
             # The symbol of a truth value goes from 0 to 1.
             truth = all(env.var_to_range[s].upper == 1 for s in own.free_symbols)
             found = _asked(own, place, "") if truth else _condition(own, place, agree=False)
-            asked.extend(() if found is None else (found,))
+            frame: FrameType | None = sys._getframe(1)
+            while frame and not (frame.f_code in outermost or is_authors(frame.f_code.co_filename)):
+                frame = frame.f_back
+            checks = passing(frame) is not None
+            asked.extend(() if found is None else (found._replace(checks=checks),))
         return made
 
     with (
@@ -237,7 +243,7 @@ def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> boo
     Returns whether each value has an assertion.
     """
     asserted = [(node, str(node.args[1])) for node in nodes if node.target is REQUIRE]
-    for term, file, line in answered:
+    for term, file, line, checks in answered:
         own = [node for node, text in asserted if f" {term} on node" in text]
         # torch may drop one that the range of its symbol, asserted too, implies.
         names = rf"\b({'|'.join(str(s) for s in term.free_symbols)})\b"
@@ -249,7 +255,8 @@ def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> boo
         for node in (*own, *(n for n in ranged if ANSWER not in n.meta)):
             switch = switch_of(file, line)
             only = f" (only with {switch})" if switch else ""
-            node.meta[ANSWER] = f"{file}:{line}{only}" if file else ""
+            place = f"{file}:{line}{only}" if file else ""
+            node.meta[CHECK if checks else ANSWER] = place
     return True
 
 
@@ -271,7 +278,7 @@ def bound_guards(
     line: tuple[Any, ...] = ()
     for condition in conditions:
         if condition.term is None:
-            line = condition[1:]
+            line = condition[1:3]
             continue
         # The graph may be a part of another one, without all of its sizes.
         whole = _bound(condition, known, sizes)

@@ -239,10 +239,11 @@ def _passed_over(*_: Any, **__: Any) -> None:
 
 
 def _copied(value: Tensor, source: Any) -> None:
-    """Torch's copy of real values, extended to parameters."""
+    """Torch's copy of real values, extended to parameters and to axes that `expand` made."""
     # torch skips parameters, whose copies then hold uninitialised memory.
     if type(source) in (Tensor, nn.Parameter):
-        value.copy_(source)
+        once = tuple(slice(1 if step == 0 else None) for step in value.stride())
+        value[once].copy_(source[once])
 
 
 def _open(value: Any) -> Any:

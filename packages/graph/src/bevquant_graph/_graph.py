@@ -52,7 +52,7 @@ from ._signature import (
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._switches import branch_of, size_questions
-from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, TENSOR_FORMS, fixed_number, inside
+from ._tidy import ANSWER, CHECK, NUMBERS, REQUIRE, SHELL, TENSOR_FORMS, fixed_number, inside
 
 
 class Graph:
@@ -250,7 +250,7 @@ class Graph:
         taken = pending[0]
         while str(taken.target).startswith("aten.to."):
             taken = taken.all_input_nodes[0]
-        place = requirement.meta.get(ANSWER)
+        place = requirement.meta.get(ANSWER) or requirement.meta.get(CHECK)
         return self.describe(taken) + (f", asked about in {place}" if place else "")
 
     def describe(self, node: fx.Node) -> str:

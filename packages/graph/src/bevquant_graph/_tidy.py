@@ -26,6 +26,9 @@ TENSOR_FORMS = "torch.where, a mask, rows padded to a fixed number"
 ANSWER = "bevquant_answer"
 """Place of the question about a number of rows, or of a tensor, that a requirement answers."""
 
+CHECK = "bevquant_check"
+"""The same of an author's check, which decides nothing: frames that fail it have no result."""
+
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 _SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
@@ -204,7 +207,9 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
         elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is REQUIRE and ANSWER not in node.meta and not _takes_numbers(node):
+        elif node.target is REQUIRE and not (
+            {ANSWER, CHECK} & node.meta.keys() or _takes_numbers(node)
+        ):
             graph.erase_node(node)  # that there is a voxel; the operators say so themselves
         elif any(name in str(node.target) for name in NO_VALUE) and not node.users:
             graph.erase_node(node)
