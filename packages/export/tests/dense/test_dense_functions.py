@@ -30,6 +30,7 @@ from bevquant_quantizers import calibrate
 
 Fixture = Callable[..., Any]
 
+FILTER = torch.polar(torch.rand(4, 6, 4), torch.randn(4, 6, 4))
 FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean((2, 3), keepdim=True),
     "mean of all": lambda x: torch.mean(x),
@@ -79,6 +80,13 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     # A file's Concat takes one type.
     "cat of types": lambda x: torch.cat([x.gt(0).long(), x.gt(1).int()], 1),
     "stack of types": lambda x: torch.stack([x.gt(0), x], 2),
+    "largest so far": lambda x: x.cummax(1)[0] + x.round().cummax(-2)[1],
+    "smallest so far, of NaN": lambda x: x.sqrt().cummin(-1)[0].nan_to_num(7.0) * x,
+    "filtered in frequencies": lambda x: torch.fft.irfft2(
+        torch.fft.rfft2(x, norm="ortho") * FILTER, s=(6, 7), norm="ortho"
+    ),
+    "frequencies": lambda x: torch.fft.fftn(x, dim=(1, 3)).abs(),
+    "frequencies, back": lambda x: torch.fft.ifft(torch.fft.fft(x, 9, 2), 4, 2).real,
 }
 
 

@@ -179,6 +179,24 @@ def test_files_of_points_for_onnxruntime_check_decisions(name: str, tmp_path: Pa
         run(dict(zip(made.inputs, (x, torch.tensor([[9], [2]])), strict=True)))
 
 
+def _columns(y: Tensor, n: Tensor) -> Tensor:
+    columns = (n > 2).nonzero()
+    if len(columns) != 8:  # a check, as an assert, which pytest would rewrite
+        raise ValueError
+    return y[:, columns[:, 0]]
+
+
+@pytest.mark.parametrize("profile", ["tensorrt11", "onnxruntime"])
+def test_a_check_of_a_number_of_rows_is_no_decision(profile: str, tmp_path: Path) -> None:
+    x, n = torch.randn(4, 3), torch.tensor([5, 7, 3, 9, 6, 8, 4, 9])
+    model = quantize_model(Points(_columns).eval(), example_inputs=(x, n)).model
+    calibrate(model, [(x, n)])
+    made = export_qdq_onnx(model, (x, n), tmp_path / "net.onnx", profile)
+    other = x, n.flip(0)
+    (got,) = open_onnx(made.path, profile)(dict(zip(made.inputs, other, strict=True))).values()
+    assert (got - model(*other)).abs().max() < 0.05
+
+
 def test_sizes_that_a_literal_gives_do_not_follow_the_batch(tmp_path: Path) -> None:
     class Sampled(nn.Module):
         def __init__(self) -> None:

@@ -22,7 +22,8 @@ Computations along an axis without an operator: ranks, positions in a list, prod
 - ``searchsorted`` and ``bucketize``: number of the list's values below a value, with ``right`` also
   those equal to it. ``torch`` puts NaN after all of them.
 - ``cumprod``: x[i] ← x[i] · x[i − s] for s = 1, 2, 4, …: log₂ n products, in another order than
-  torch's, so that last bits may differ.
+  torch's, so that last bits may differ. ``cummax`` and ``cummin``: the same with the larger or
+  smaller of two, at equal values the later place; NaN stays.
 - ``interpolate(antialias=True)``: a product of matrices for each of the two axes. A row of them has
   the filter's value at each place of x, over their sum; the filter is as wide as the step.
 - ``cdist``: (Σ |a − b|ᵖ)^(1/p) of all pairs of rows; torch has a product of matrices for p = 2 and
@@ -263,12 +264,33 @@ def _searchsorted(
 
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    size, step = x.shape[dim], 1
-    while step < size:
-        before = x.narrow(dim, 0, size - step)
-        ones = torch.ones_like(x.narrow(dim, 0, step))
-        x, step = x * torch.cat([ones, before], dim), 2 * step
-    return x
+    return _so_far(lambda before, own: [before[0] * own[0]], dim, x)[0]
+
+
+def _extreme_so_far(beyond: Callable[..., Tensor], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    def joined(before: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+        kept = beyond(before[0], own[0])
+        if x.is_floating_point():
+            kept = kept | ((before[0] != before[0]) & (own[0] == own[0]))
+        return [torch.where(kept, *both) for both in zip(before, own, strict=True)]
+
+    size = x.shape[dim]
+    places = torch.arange(size, device=x.device).view(-1, *[1] * (x.dim() - dim % x.dim() - 1))
+    values, places = _so_far(joined, dim, x, places.expand(x.shape))
+    return values, places
+
+
+def _so_far(
+    joined: Callable[[list[Tensor], list[Tensor]], list[Tensor]], dim: int, *given: Tensor
+) -> list[Tensor]:
+    """All values up to each place along an axis, joined two at a time."""
+    made, step = list(given), 1
+    while step < (size := given[0].shape[dim]):
+        before, own = ([x.narrow(dim, at, size - step) for x in made] for at in (0, step))
+        both = zip(made, joined(before, own), strict=True)
+        made = [torch.cat([x.narrow(dim, 0, step), rest], dim) for x, rest in both]
+        step *= 2
+    return made
 
 
 def _cdist(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
@@ -327,7 +349,8 @@ AXIS_FORMS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "_upsample_bicubic2d_aa": partial(_antialiased, _cubic),
         "kthvalue": _kthvalue, "median": _median, "searchsorted": _searchsorted,
         "bucketize": lambda x, line, **how: _searchsorted(line, x, **how), "cumprod": _cumprod,
-        "cdist": _cdist,
+        "cummax": partial(_extreme_so_far, torch.gt), "cdist": _cdist,
+        "cummin": partial(_extreme_so_far, torch.lt),
     }
 )  # fmt: skip
 """Name of a function of torch → the same of what every runtime has; None where it cannot be."""

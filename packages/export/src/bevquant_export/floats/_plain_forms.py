@@ -40,7 +40,7 @@
   byte first; the sign is the last byte's.
 - ``nan_to_num(x)``: values not equal to themselves are replaced, the rest is clipped.
 
-Further operators that operator set 11 lacks: `_old_set_forms`.
+Further operators that operator set 11 lacks: `_old_set_forms`. Fourier transforms: `_fourier`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_export.floats._fourier import FOURIER
 from bevquant_export.floats._old_set_forms import (
     AXIS_FORMS,
     FIRST_GRID_SAMPLE,
@@ -86,7 +87,7 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "amax": partial(_extreme, torch.amax), "amin": partial(_extreme, torch.amin),
         "aminmax": _extremes, "topk": _topk, "repeat_interleave": _repeated,
         "copysign": _copysign, "rrelu": _rrelu, "reshape": _bits, "segment_reduce": _segments,
-        **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
+        **_QUOTIENTS, **_STACKS, **AXIS_FORMS, **FOURIER,
     }  # fmt: skip
     sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
     in_place = {f"{name}_": form for name, form in sums.items()}

@@ -86,7 +86,7 @@ def exported(
                 f"({TENSOR_FORMS})"
             )
         raise FloatFileError(
-            f"torch's exporter cannot write {type(module).__name__}: {_reason(error)}; {remedy}"
+            f"torch's exporter cannot write {module._get_name()}: {_reason(error)}; {remedy}"
         ) from error
     assert program is not None
     proto = program.model_proto
@@ -115,8 +115,11 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the error that all others came from."""
+    """The first line of the error that all others came from, or the operator without a form."""
     error = _origin(error)
+    unknown = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
+    if unknown:
+        return f"{unknown[1]} has no form there"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 

@@ -96,6 +96,7 @@ class _Call(nn.Module):
     def __init__(self, step: Step, given: Any, constants: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._function: Any = step.target
+        self._called = step.called
         self._given = given
         self._values: dict[str, str] = {}
         self.names: list[str] = []
@@ -110,6 +111,9 @@ class _Call(nn.Module):
             return ref
 
         replaced(given, note)
+
+    def _get_name(self) -> str:
+        return self._called
 
     def key(self, examples: tuple[Any, ...], free: Any) -> Any:
         """Key that calls of one form share; None for a call with its own values."""
