@@ -439,6 +439,23 @@ def test_what_is_joined_with_nothing_is_no_concatenation():
     assert result.model(x).shape == (1, 3, 4)
 
 
+def test_integers_beside_floats_are_not_quantized():
+    class Points(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Linear(4, 4), nn.Linear(5, 4)
+
+        def forward(self, x, frames):
+            return self.out(torch.cat([frames, self.embed(x)], 1))
+
+    inputs = torch.randn(3, 4), torch.tensor([[0], [0], [1]])
+    result = qnn.quantize_model(Points(), example_inputs=inputs)
+    assert [item.path for item in result.quantized] == ["embed", "out"]
+    assert "joins integers" in result.skipped[0].reason
+    calibrate(result.model, [inputs])
+    assert result.model(*inputs).shape == (3, 4)
+
+
 def test_boxes_that_a_part_concatenates_for_the_caller_stay_float():
     class Decoder(nn.Module):
         def __init__(self):

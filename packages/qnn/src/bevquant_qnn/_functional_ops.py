@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from bevquant_graph import PASSED_OVER
 from bevquant_qnn._add import QuantAdd, QuantConcat
@@ -326,6 +326,10 @@ class _Placer:
             return
         if op.masks:
             self._pass_over(op, _MASKS)
+            return
+        joined = [operand.meta.get("val") for operand in nodes]
+        if any(isinstance(value, Tensor) and not value.is_floating_point() for value in joined):
+            self._pass_over(op, "joins integers, such as batch indices, with floats")
             return
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(op, "has operands or an axis that are only known when it runs")
