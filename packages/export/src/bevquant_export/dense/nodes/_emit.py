@@ -168,7 +168,10 @@ class Emitter:
             )
 
     def _folded(self, step: Step) -> Constant | None:
-        """A step on constants and fixed sizes as a constant, as the mask of shifted windows."""
+        """A step on constants and fixed sizes as a constant, as the mask of shifted windows.
+
+        Several results (`unique`) are a tuple, which only folded steps read.
+        """
         target, hosts = step.target, self.source.hosts
         if isinstance(target, torch._ops.OpOverload):
             # Each run of the file draws numbers of its own.
@@ -187,12 +190,14 @@ class Emitter:
         given = self.source.constants(step.path, (step.args, dict(step.kwargs)))
         args, kwargs = replaced(given, lambda ref: values[ref.name])
         with torch.no_grad():
-            made = target(*args, **kwargs)
+            made: Any = target(*args, **kwargs)
         # Constants of a file are float32, and large ones stay computations.
-        if not isinstance(made, Tensor) or made.dtype == torch.float64 or made.numel() > _MOST:
-            return None
+        for part in made if isinstance(made, tuple) else (made,):
+            if not isinstance(part, Tensor) or part.dtype == torch.float64 or part.numel() > _MOST:
+                return None
         path = f"{step.path}.constant" if step.path else "constant"
-        return Constant(path, (), step.outputs, value=made.contiguous())
+        value: Any = made if isinstance(made, tuple) else made.contiguous()
+        return Constant(path, (), step.outputs, value=value)
 
     def give(self, name: str) -> None:
         """Write returned values that no step reads: coordinates, constants."""
