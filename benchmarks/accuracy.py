@@ -1,8 +1,9 @@
 """What quantization costs trained networks, and what gets it back: PTQ, mixed precision, QAT.
 
-    python benchmarks/accuracy.py [ptq] [sensitivity] [mixed] [qat] [--images N]
+    python benchmarks/accuracy.py [ptq] [blocks] [sensitivity] [mixed] [qat] [--images N]
     python benchmarks/accuracy.py streets [--weights FILE …] [--streets N] [--formats W8A8 …]
     python benchmarks/accuracy.py ranks
+    python benchmarks/accuracy.py searches [--first SEED] [--streets N]
     python benchmarks/accuracy.py pandaset --data FOLDER
 
 ResNet-20 on CIFAR-10 images and the MNIST net, public weights (`_trained_nets.py`). Differences
@@ -12,8 +13,9 @@ least √(d/100/n)·100 (0.4 points for d = 3, n = 2,000). Ranges come from the 
 images, which for CIFAR-10 are of three classes.
 
 `streets` compares trained BEVFusion models on generated streets (`_streets.py`), `ranks` the orders
-of estimated and measured sensitivities of both shipped detectors, `pandaset` a LiDAR detector on
-real labels (`_pandaset.py`). They run only where named.
+of estimated and measured sensitivities of both shipped detectors, `searches` ranges searched by the
+output and by the loss (`_search_peers.py`), `pandaset` a LiDAR detector on real labels
+(`_pandaset.py`). They run only where named.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import torch
 from _machine import print_machine
 from _pandaset import cross_validate
-from _rounding_peers import adaround, equalized
+from _rounding_peers import adaround, equalized, reconstruct
+from _search_peers import compare_searches
 from _streets import FORMATS, compare_ranks, compare_streets
 from _trained_nets import Task, accuracy, cifar10, mnist
 from torch import Tensor, nn
@@ -91,13 +94,13 @@ class Table:
         self.task, self.exact = task, exact
         self.float = accuracy(exact, *task.test)
         print(f"\n{task.name}: {len(task.test[1]):,} test images, float {self.float:.2f} %")
-        print(f"{'':38} {'accuracy':>9} {'to float':>9} {'SQNR dB':>8} {'seconds':>8}")
+        print(f"{'':38} {'accuracy':>9} {'to float':>9} {'SQNR dB':>8} {'CPU s':>8}")
 
     def row(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
         """Print what the model that `make` makes is worth, and return it."""
-        start = time.perf_counter()
+        start = time.process_time()
         model = make()
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         value = accuracy(model, *self.task.test)
         noise = sqnr(model, self.exact, self.task.test[0][:1000])
         print(
@@ -156,6 +159,34 @@ def ptq(task: Task) -> None:
         run(f"W{bits}A8 mse, one range a weight", bits, weight_per_channel=False)
         run("  equalized", bits, weight_per_channel=False)
         run("  gptq, biases corrected", bits, rounded, weight_per_channel=False)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Paths of ResNet-20's blocks and single layers; the MNIST net is one block."""
+    stages = [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)]
+    return ["conv1", *stages, "linear"] if hasattr(model, "layer1") else [""]
+
+
+def blocks(task: Task) -> None:
+    """W4A8: GPTQ, and BRECQ from the nearest and from GPTQ's numbers, by all 1,000 images."""
+    exact, images = folded(task), task.calibration[0]
+    table, nearest = Table(task, exact), quantized(exact, images, 4)
+    batches = images.split(64)
+
+    def greedy() -> nn.Module:
+        model = copy.deepcopy(nearest)
+        round_weights(model, batches)
+        return model
+
+    def learned(start: nn.Module) -> nn.Module:
+        model = copy.deepcopy(start)
+        for path in blocks_of(model):
+            reconstruct(model, exact, path, batches)
+        return model
+
+    start = table.row("W4A8 gptq, biases corrected", greedy)
+    table.row("  BRECQ", partial(learned, nearest))
+    table.row("  BRECQ from gptq", partial(learned, start))
 
 
 def sensitivity_cost(task: Task) -> None:
@@ -316,7 +347,9 @@ def trained(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", help="ptq, sensitivity, mixed, qat; all by default")
+    parser.add_argument(
+        "parts", nargs="*", help="as above; ptq, sensitivity, mixed, qat by default"
+    )
     parser.add_argument("--images", type=int, help="test images of each task; all by default")
     parser.add_argument("--streets", type=int, default=100, help="streets of each condition")
     parser.add_argument("--first", type=int, default=100, help="seed of the first street")
@@ -338,7 +371,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="of pandaset: a sequence in compact form")
     options = parser.parse_args()
     parts = {"ptq": ptq, "sensitivity": sensitivity_cost, "mixed": mixed, "qat": qat}
-    unknown = set(options.parts) - {*parts, "streets", "ranks", "pandaset"}
+    chosen = options.parts or list(parts)
+    parts["blocks"] = blocks
+    unknown = set(chosen) - {*parts, "streets", "ranks", "searches", "pandaset"}
     if unknown:
         parser.error(f"unknown parts {sorted(unknown)}")
     if "pandaset" in options.parts and options.data is None:
@@ -361,10 +396,12 @@ def main() -> None:
             )
         if "ranks" in options.parts:
             compare_ranks(folder)
+        if "searches" in options.parts:
+            compare_searches(folder, options.first, options.streets)
         if "pandaset" in options.parts:
             cross_validate(folder, options.data)
-    tasks = {"ptq": (cifar10, mnist), "qat": (cifar10,), "mixed": (cifar10,)}
-    for name in parts if not options.parts else (p for p in options.parts if p in parts):
+    tasks = {"ptq": (cifar10, mnist), "blocks": (cifar10, mnist)}
+    for name in (part for part in chosen if part in parts):
         for make in tasks.get(name, (cifar10,)):
             parts[name](make(options.images))
 
