@@ -15,6 +15,15 @@ import bevquant_int8sim as sim
 PADDINGS = ("zeros", "border", "reflection")
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def kernel(request, monkeypatch):
+    """The kernel of large tensors, or torch's operations, for these small ones."""
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    small = 0 if request.param == "compiled" else 1 << 40
+    monkeypatch.setattr("bevquant_int8sim._backends._SMALL", small)
+
+
 def integers(*shape, seed=0):
     g = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, shape, generator=g, dtype=torch.int8)
@@ -82,6 +91,7 @@ def rescaled(total, factor):
     return max(-128, min(127, round(float(total) * factor)))  # as `requantize`
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("sizes", [(4, 6), (1, 5), (3, 2, 4)])
 @pytest.mark.parametrize("corners", [False, True])
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -161,17 +171,24 @@ def attention(seed=0, points=4, sizes=((4, 6), (1, 3))):
         (positions(size, 2 * 5 * 3 * points, seed).view(2, 5, 3, points, 2).clamp(-99, 99) + 1) / 2
         for size in sizes
     ], 3)  # fmt: skip
+    # Half of these samples lie between two of 8 fraction bits.
+    h, w = sizes[0]
+    places[:, ::2, :, 0, 0] = torch.tensor([(w // 2 + 0.5 + 2**-9) / w, (h // 2 + 0.5) / h])
     weights = torch.randn(2, 5, 3, len(sizes) * points, generator=g).mul(3).softmax(-1)
     return value, torch.tensor(sizes), starts, places, weights.view(2, 5, 3, len(sizes), points)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("signed", [False, True])
 def test_deformable_attention_is_the_sum_of_a_loop(signed):
     value, shapes, starts, places, weights = attention()
     if signed:
         weights = torch.where(weights > 0.1, -3 * weights, weights)
-    got = sim.int8_deformable_attention(value, shapes, starts, places, weights, multiplier=1.7)
+    operands = (value, shapes, starts, places, weights)
+    got = sim.int8_deformable_attention(*operands, multiplier=1.7)
     assert got.shape == (2, 5, 12)
+    sums, bits = sim._sample.attention_sums(*operands, name="")
+    assert bits == 22
     for b, q, m, d in itertools.product(range(2), range(5), range(3), range(4)):
         total = 0
         for level, (h, w) in enumerate(shapes.tolist()):
@@ -182,6 +199,7 @@ def test_deformable_attention_is_the_sum_of_a_loop(signed):
                 weight = round(Fraction(float(weights[b, q, m, level, p])) * 2**14)
                 total += round(Fraction(sample, 2**16)) * weight
                 assert abs(total) < 2**31
+        assert int(sums[b, q, m * 4 + d]) == total
         assert int(got[b, q, m * 4 + d]) == rescaled(total, 1.7 / 2**22)
 
 
@@ -200,6 +218,7 @@ def test_deformable_attention_lies_within_its_bound_of_the_float_one():
     assert float((got - want.flatten(2)).abs().max()) <= bound
 
 
+@pytest.mark.usefixtures("kernel")
 def test_weights_of_samples_never_leave_int32():
     value, shapes, starts, places, weights = attention()
     value.fill_(-128)
@@ -215,6 +234,7 @@ def test_weights_of_samples_never_leave_int32():
         sim.int8_deformable_attention(value[:, 1:], shapes, starts, inside, full)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_a_deformable_convolution_is_that_of_a_loop(with_mask, groups):

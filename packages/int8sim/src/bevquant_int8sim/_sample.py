@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from bevquant_graph import deformable_attention
+from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._conv import int8_conv2d
 from bevquant_int8sim._matmul import gathered
 from bevquant_int8sim._quantize import requantize
-from bevquant_int8sim._rounding import shift_right
 from bevquant_int8sim._scales import AccumulatorOverflowError, check_integer_tensor
 from bevquant_sparse.runtime.eager import eager
 
@@ -217,10 +217,8 @@ def attention_sums(
             # Further out there is no pixel either.
             at = [(place[..., 1 - axis] * size - 0.5).clamp(-1, size).flatten()
                   for axis, size in enumerate((h, w))]  # fmt: skip
-            sums = _sums(flat, first, at, (h, w), (w * heads, heads))
-            # Rounded to 16 bits first, so that the weighted sum stays inside int32
-            # (`_LARGEST_WEIGHTS`).
-            total += _shifted(sums, _WORD) * fixed[:, :, :, level, point].reshape(-1, 1)
+            weight = fixed[:, :, :, level, point].reshape(-1)
+            _add_samples(total, weight, flat, first, at, (h, w), (w * heads, heads))
     return total.view(batch, queries, heads * depth), 2 * _BITS - _WORD + _WEIGHT_BITS
 
 
@@ -355,6 +353,30 @@ def exact_samples(op: str, args: Sequence[Tensor], settings: Mapping[str, Any]) 
     return deformable_attention(x, *places)
 
 
+def _add_samples(
+    total: Tensor, weights: Tensor, rows: Tensor, first: Tensor, at: Sequence[Tensor],
+    sizes: Sequence[int], steps: Sequence[int],
+) -> None:  # fmt: skip
+    """Add each position's sum of `_sums` times its weight.
+
+    It is rounded to 16 bits first, so that sums of these stay inside int32 (`_LARGEST_WEIGHTS`).
+    """
+    if (fast := _compiled(total)) is not None:
+        fast.sample(rows, first, _fixed(at), sizes, steps, total, weights)
+    else:
+        total += _shifted(_sums(rows, first, at, sizes, steps), _WORD) * weights[:, None]
+
+
+def _compiled(made: Tensor) -> Any:
+    """The compiled kernel's module, if there is one and `made` is large enough for it."""
+    return compiled_module("sample", made.numel()) if made.device.type == "cpu" else None
+
+
+def _fixed(at: Iterable[Tensor]) -> list[Tensor]:
+    """Positions with 12 fraction bits."""
+    return [torch.round(place * 2**_BITS).to(torch.int32) for place in at]
+
+
 def _sums(
     rows: Tensor, first: Tensor, at: Sequence[Tensor], sizes: Sequence[int], steps: Sequence[int]
 ) -> Tensor:
@@ -364,12 +386,15 @@ def _sums(
     to the axis' size, and `steps` the rows from a pixel to the next one along each axis.
     """
     made = torch.empty(len(first), rows.shape[1], dtype=torch.int32, device=rows.device)
+    if len(sizes) == 2 and (fast := _compiled(made)) is not None:
+        fast.sample(rows, first, _fixed(at), sizes, steps, made)
+        return made
     few = max(1, _AT_ONCE // max(rows.shape[1], 1))
     for start in range(0, len(first), few):
         part = slice(start, start + few)
         ends = []
         for place, size, step in zip(at, sizes, steps, strict=True):
-            fixed = torch.round(place[part] * 2**_BITS).long()
+            (fixed,) = _fixed([place[part]])
             low = fixed >> _BITS
             share = fixed - (low << _BITS)
             # A pixel outside of the map is any pixel inside, with weight 0.
@@ -403,9 +428,12 @@ def _column(weights: Tensor) -> Tensor:
 
 
 def _shifted(sums: Tensor, bits: int) -> Tensor:
-    """Sums without the last `bits` of their fraction, rounded half to even."""
-    shift = torch.tensor(bits, device=sums.device)
-    return shift_right(sums.long(), shift, "half_even").to(torch.int32)
+    """int32 sums without the last `bits` of their fraction, rounded half to even.
+
+    They are at most 2³¹ − 2²⁴, so that adding a half does not overflow.
+    """
+    made: Tensor = (sums + ((sums >> bits) & 1) + (2 ** (bits - 1) - 1)) >> bits
+    return made
 
 
 def _inside(at: Tensor, size: int, padding: str, corners: bool) -> Tensor:
