@@ -196,8 +196,8 @@ def compared(
     """Result of `compare_qdq_onnx`, and the float outputs.
 
     Returns the quantized tensors; for each output its value in `integer` and in the file, from the
-    same integers; and the result of `integer`. Errors of float functions are found for rows that
-    `departs`. Pieces to `leave`, by their model and what they make, do not run.
+    same integers; and the result of `integer`. Differences are explained in rows that `departs`
+    without an explanation. Pieces to `leave`, by their model and what they make, do not run.
     """
     import onnx
 
@@ -212,7 +212,7 @@ def compared(
         for name, value in tensors_by_input(file, args).items()
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs, leave)
+        cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs, departs, leave)
         cut.hold(inputs_of(integer.program, args))
 
         def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
@@ -228,7 +228,7 @@ def compared(
             returned = integer.run(args, observe=see)
         choices.called = bool(choices.called)
         cut.finish()
-    if wanted := cut.in_doubt(departs):
+    if wanted := cut.in_doubt():
         errors = FloatErrors(integer.program, wanted, half=profile.half)
         # Every operator of torch takes several times longer within.
         with choices if choices.called else nullcontext():
@@ -236,7 +236,7 @@ def compared(
             cut.count_again(errors)
             # Six values estimate a spread to 30 %, and single values lie outside by chance.
             if cut.leaves_few():
-                errors.only(cut.in_doubt(departs))
+                errors.only(cut.in_doubt())
                 for _ in range(4):
                     errors.run(integer, args)
                 cut.count_again(errors)

@@ -54,7 +54,8 @@ class CutFile:
     A piece runs as soon as the model has computed its inputs and outputs, on another thread while
     the model continues. Values that no piece needs any more are released, so the tensors of a model
     are never all in memory. With `outputs`, the producers of float outputs run too (`floats`).
-    Pieces to `leave`, by their model and what they make, do not run.
+    Pieces to `leave`, by their model and what they make, do not run. Differences are explained in
+    rows that `departs` without an explanation.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class CutFile:
         run_in: Callable[..., Any],
         pool: Executor,
         outputs: bool,
+        departs: Callable[[TensorDifference], bool],
         leave: Callable[[Any, Collection[str]], bool],
     ) -> None:
+        self._departs = departs
         self._file, self._inputs, self._run_in, self._pool = file, inputs, run_in, pool
         self._running: deque[Future[None]] = deque()
         self._profile = profile_of(file.profile)
@@ -140,12 +143,9 @@ class CutFile:
         """Each tensor, in the order of the model."""
         return tuple(row for row in self._rows.values() if row is not None)
 
-    def in_doubt(self, departs: Callable[[TensorDifference], bool]) -> set[str]:
-        """Floats whose errors may explain differences that are not explained, of rows that matter.
-
-        Other doubts are dropped.
-        """
-        left = {row.tensor for row in self.rows() if row.unexplained and departs(row)}
+    def in_doubt(self) -> set[str]:
+        """Floats whose errors may explain what is not explained; other doubts are dropped."""
+        left = {row.tensor for row in self.rows() if row.unexplained and self._departs(row)}
         self._doubts = {name: doubt for name, doubt in self._doubts.items() if name in left}
         self._float8_doubts = {n: doubt for n, doubt in self._float8_doubts.items() if n in left}
         read = {read for doubt in self._doubts.values() for read in self._boundary.reads(doubt[0])}
@@ -231,15 +231,16 @@ class CutFile:
         # Where rounding swaps two near-equal scores, the values of another row follow.
         near = (apart == 1) | (floats and self._form(tensor).bits == 8)
         where = places[near], (want + made)[near] * 0.5, value.shape
-        ties = self._boundary.count(name, *where)
-        if ties < len(where[0]) and floats:
-            self._doubts[tensor] = name, *where
         largest = int(apart.max(initial=0))
         size = max(int(value.max(initial=0)), -int(value.min(initial=0)))
-        return TensorDifference(
-            step.path, step.op, tensor, int(value.size), len(places), largest, ties,
-            str(self._form(tensor)), size,
+        row = TensorDifference(
+            step.path, step.op, tensor, int(value.size), len(places), largest,
+            form=str(self._form(tensor)), size=size,
         )  # fmt: skip
+        ties = self._boundary.count(name, *where) if self._departs(row) else 0
+        if ties < len(where[0]) and floats:
+            self._doubts[tensor] = name, *where
+        return replace(row, ties=ties)
 
     def _float8_row(self, tensor: str, step: Step, value: Array, got: Array) -> TensorDifference:
         """FP8 values of the file beside the model's; `count_again` counts ties."""
