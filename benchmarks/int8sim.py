@@ -1,6 +1,6 @@
 """Integer kernels and models against float and integer peers.
 
-    python benchmarks/int8sim.py [encoder] [dense] [memory] [scale] [jit] [cuda] [--rounds N]
+    python benchmarks/int8sim.py [table …] [--rounds N]
 
 Without names all tables are printed:
 
@@ -8,6 +8,7 @@ Without names all tables are printed:
   frame `nvidia_scn` under `BEVQUANT_DATA` or `../shared/data`.
 - dense: BEV decoder and ResNet-50 against onnxruntime and torch. Needs onnx, onnxruntime and the
   app.
+- sample: deformable attention at BEVFormer's sizes against float32 in torch.
 - memory: peak memory of the encoder on that frame.
 - scale: time and memory of the encoder from 10,000 to 1,000,000 voxels and for batches.
 - jit: compiling into an empty cache, and the next process.
@@ -31,6 +32,7 @@ import _int8_dense
 import _int8_encoder
 import _int8_jit
 import _int8_memory
+import _int8_sample
 import _int8_scale
 import torch
 from _machine import print_machine
@@ -64,6 +66,7 @@ def main() -> None:
             missing("onnx", "onnxruntime", "bevfusion_quant"),
             lambda: _int8_dense.print_tables(rounds),
         ),
+        "sample": ("", lambda: _int8_sample.print_table(rounds)),
         "memory": ("", _int8_memory.print_table),
         "scale": ("", lambda: _int8_scale.print_table(rounds)),
         "jit": ("", _int8_jit.print_table),
