@@ -375,7 +375,7 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
     "half": (HalfPrecision, Told(r"conv\.weight", "float16", FLOAT, line=False)),
     "double": (DoublePrecision, Told(r"conv\.weight", "float64", FLOAT, line=False)),
     "complex": (ComplexConv, Told(r"conv\.weight", "is complex", "as channels", line=False)),
-    "fourier": (Fourier, Told("the model", "fft", "replace it by layers")),
+    "fourier": (Fourier, None),
     "nan_weight": (
         lambda: spoiled(float("nan")),
         Told(r"2\.weight", "1 NaN or infinite", "load a checkpoint", line=False),

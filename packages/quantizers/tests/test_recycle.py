@@ -30,7 +30,7 @@ def test_memory_comes_back_with_its_last_view() -> None:
     assert address not in {other.data_ptr() for other in others}
     assert bool((view == 3).all())
     del view
-    more = [whole(5.0) for _ in range(5)]
+    more = [whole(5.0) for _ in range(33)]  # at most 32 blocks lay idle, in any order
     assert address in {other.data_ptr() for other in more}
 
 
