@@ -269,6 +269,24 @@ def test_a_deformable_convolution_is_that_of_a_loop(with_mask, groups):
         assert int(got[b, o, i, j]) == rescaled(total, 0.004)
 
 
+@pytest.mark.usefixtures("kernel")
+def test_values_may_lie_in_memory_in_any_order():
+    g = torch.Generator().manual_seed(4)
+    x, weight = integers(1, 4, 5, 6), integers(3, 4, 1, 1, seed=1)
+    offset = torch.randn(1, 2, 5, 6, generator=g)
+    twice = sim.int8_deform_conv2d(
+        x.expand(2, -1, -1, -1), weight, offset.expand(2, -1, -1, -1), multiplier=0.01
+    )
+    one = sim.int8_deform_conv2d(x.mT.contiguous().mT, weight, offset, multiplier=0.01)
+    assert torch.equal(one, twice[:1])
+    value, *others = attention()
+    part = torch.cat([value, value], -1)[..., :4]  # of a product with queries and keys
+    assert not part.is_contiguous()
+    assert torch.equal(
+        sim.int8_deformable_attention(part, *others), sim.int8_deformable_attention(value, *others)
+    )
+
+
 def test_offsets_of_another_shape_are_refused():
     x, weight = integers(1, 4, 5, 6), integers(6, 4, 3, 3)
     with pytest.raises(ValueError, match=r"neck: expected offset \[batch, .* 9 · 2, 3"):

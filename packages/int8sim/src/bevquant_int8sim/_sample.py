@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -208,7 +208,7 @@ def attention_sums(
     fixed = _fixed_weights(weights, (3, 4), name)
     frame = torch.arange(batch, device=value.device).view(-1, 1, 1) * (rows * heads)
     head = frame + torch.arange(heads, device=value.device)
-    flat = value.reshape(-1, depth)
+    flat = value.reshape(-1, depth).contiguous()
     total = torch.zeros(batch * queries * heads, depth, dtype=torch.int32, device=value.device)
     for level, (start, (h, w)) in enumerate(zip(starts.tolist(), sizes, strict=True)):
         first = (head + start * heads).expand(-1, queries, -1).flatten()
@@ -294,11 +294,11 @@ def int8_deform_conv2d(
         line = torch.arange(outputs[axis], device=x.device) * steps[axis]
         place = tap.view(-1, 1, 1) + (line.view(-1, 1) if axis == 0 else line)
         at.append((shift[:, :, :, axis] + place).clamp(-1, size).flatten())
-    rows = x.view(batch * sharing, -1, height * width).transpose(1, 2)
+    rows = x.reshape(batch * sharing, -1, height * width).transpose(1, 2)
+    rows = rows.reshape(-1, channels // sharing).contiguous()
     first = torch.arange(batch * sharing, device=x.device) * (height * width)
     sums = _sums(
-        rows.reshape(-1, channels // sharing), first.repeat_interleave(taps * math.prod(outputs)),
-        at, (height, width), (width, 1),
+        rows, first.repeat_interleave(taps * math.prod(outputs)), at, (height, width), (width, 1),
     )  # fmt: skip
     columns = _masked(sums, mask, (batch, sharing * taps, *outputs), name).to(torch.int8)
     columns = columns.view(batch, sharing, taps, *outputs, -1).movedim(-1, 2)
@@ -362,7 +362,7 @@ def _add_samples(
     It is rounded to 16 bits first, so that sums of these stay inside int32 (`_LARGEST_WEIGHTS`).
     """
     if (fast := _compiled(total)) is not None:
-        fast.sample(rows, first, _fixed(at), sizes, steps, total, weights)
+        fast.sample(rows, first, [*map(_fixed, at)], sizes, steps, total, weights)
     else:
         total += _shifted(_sums(rows, first, at, sizes, steps), _WORD) * weights[:, None]
 
@@ -372,9 +372,9 @@ def _compiled(made: Tensor) -> Any:
     return compiled_module("sample", made.numel()) if made.device.type == "cpu" else None
 
 
-def _fixed(at: Iterable[Tensor]) -> list[Tensor]:
+def _fixed(places: Tensor) -> Tensor:
     """Positions with 12 fraction bits."""
-    return [torch.round(place * 2**_BITS).to(torch.int32) for place in at]
+    return torch.round(places * 2**_BITS).to(torch.int32)
 
 
 def _sums(
@@ -387,14 +387,14 @@ def _sums(
     """
     made = torch.empty(len(first), rows.shape[1], dtype=torch.int32, device=rows.device)
     if len(sizes) == 2 and (fast := _compiled(made)) is not None:
-        fast.sample(rows, first, _fixed(at), sizes, steps, made)
+        fast.sample(rows, first, [*map(_fixed, at)], sizes, steps, made)
         return made
     few = max(1, _AT_ONCE // max(rows.shape[1], 1))
     for start in range(0, len(first), few):
         part = slice(start, start + few)
         ends = []
         for place, size, step in zip(at, sizes, steps, strict=True):
-            (fixed,) = _fixed([place[part]])
+            fixed = _fixed(place[part]).long()
             low = fixed >> _BITS
             share = fixed - (low << _BITS)
             # A pixel outside of the map is any pixel inside, with weight 0.
