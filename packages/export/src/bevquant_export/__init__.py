@@ -1,6 +1,6 @@
 """ONNX files of quantized models, sparse and dense: write, lint, read and run.
 
-The folders, of which each imports none that stands below it here:
+The folders. Each imports only folders listed before it:
 
 - `lint`: rules on the graphs of a file.
 - `floats`: float operations in ONNX's operators.
@@ -30,8 +30,6 @@ from bevquant_export.dense import (
     TensorDifference,
     compare_qdq_onnx,
     export_qdq_onnx,
-    lift_horizon_onnx,
-    open_onnx,
 )
 from bevquant_export.detector import (
     DetectorExport,
@@ -43,6 +41,7 @@ from bevquant_export.detector import (
 )
 from bevquant_export.lint import Finding, lint_onnx, note_calibration
 from bevquant_export.qdq_reader import float_qdq_model, load_qdq_onnx
+from bevquant_export.runtime import lift_horizon_onnx, open_onnx
 from bevquant_export.sparse import (
     LayerDifference,
     SparseExport,

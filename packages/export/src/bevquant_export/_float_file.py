@@ -246,8 +246,8 @@ def _differences(
         running = session(proto, "onnxruntime")
     except ImportError as error:
         raise ImportError(
-            "a float file is held against torch with onnxruntime: pip install "
-            "onnxruntime, or write it unseen with tolerance=None"
+            "a float file is compared with torch in onnxruntime: pip install "
+            "onnxruntime, or write it without comparison (tolerance=None)"
         ) from error
     ports = {port.name: port.type for port in running.get_inputs()}  # those that are read
     halves = {name for name, kind in ports.items() if kind == "tensor(float16)"}

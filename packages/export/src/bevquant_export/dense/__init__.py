@@ -15,7 +15,6 @@ from bevquant_export.dense._export import export_qdq_onnx
 from bevquant_export.dense._source import QdqProgram
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.verify._compare import compare_qdq_onnx
-from bevquant_export.runtime._open import lift_horizon_onnx, open_onnx
 
 __all__ = [
     "QdqFile",
@@ -23,6 +22,4 @@ __all__ = [
     "TensorDifference",
     "compare_qdq_onnx",
     "export_qdq_onnx",
-    "lift_horizon_onnx",
-    "open_onnx",
 ]

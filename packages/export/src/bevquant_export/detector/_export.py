@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bevquant_export._errors import UnsplitError
 from bevquant_export._taken_numbers import refuse_decisions
-from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
+from bevquant_export.dense import QdqFile, TensorDifference
 from bevquant_export.dense._export import beside_floats
 from bevquant_export.dense._source import program_of
 from bevquant_export.dense.verify._compare import verified
@@ -35,6 +35,7 @@ from bevquant_export.detector._one_file import one_file
 from bevquant_export.detector._parts import Parts, parts_of, quantize_first
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.lint._read import load_model
+from bevquant_export.runtime import open_onnx
 from bevquant_export.sparse import SparseExport, load_sparse_onnx
 from bevquant_export.sparse._compare import compared
 from bevquant_export.sparse._export import DIALECTS, ORDERS, write_sparse

@@ -237,7 +237,9 @@ class CutFile:
             step.path, step.op, tensor, int(value.size), len(places), largest,
             form=str(self._form(tensor)), size=size,
         )  # fmt: skip
-        ties = self._boundary.count(name, *where) if self._departs(row) else 0
+        if not self._departs(row):
+            return row
+        ties = self._boundary.count(name, *where)
         if ties < len(where[0]) and floats:
             self._doubts[tensor] = name, *where
         return replace(row, ties=ties)
