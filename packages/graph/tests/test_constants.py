@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -182,6 +183,44 @@ def test_sizes_of_levels_take_two_exports_and_leave_numbers_open(
     assert graph.fixed["maps[1]"] == {1: 8, 2: 2, 3: 3}
     maps = [torch.randn(3, 8, *size) for size in _SIZES]
     assert torch.equal(graph.replay(maps=maps, width=5), model(maps, 5))
+
+
+LISTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda x: torch.tensor([x.sum(), 2, x.shape[0]]),
+    "as_tensor": lambda x: torch.as_tensor((x.max(), x.argmax()), dtype=torch.float64),
+    "new_tensor": lambda x: x.new_tensor([[x.sum().double(), 1.5], [2, x.min()]]),
+    "integers": lambda x: torch.tensor([x.argmax().int(), True, x.argmin().int()]),
+    "begins": lambda x: torch.as_tensor([0, *torch.tensor([x.shape, x.shape]).prod(1).cumsum(0)]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_tensor_of_other_tensors_numbers_is_one_of_the_frame(name: str) -> None:
+    made = LISTS[name]
+
+    class Lists(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return made(x)
+
+    graph = capture(Lists().eval(), torch.randn(3, 4))
+    other = torch.randn(5, 4)
+    assert graph.replay(other).dtype == made(other).dtype
+    assert torch.equal(graph.replay(other), made(other))
+
+
+def test_a_tensor_of_constants_is_a_constant() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("step", torch.tensor(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            begins = torch.tensor([0, self.step, 2 * self.step])
+            return torch.cat([x[a:b].mean(0) for a, b in pairwise(begins)])
+
+    graph = capture(Lists().eval(), torch.randn(6, 4))
+    assert not any("item" in str(node.target).split(".") for node in graph.operations)
+    graph.check(torch.randn(6, 4))
 
 
 def test_a_literal_that_the_forward_writes_to_is_no_constant() -> None:

@@ -16,7 +16,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
-from functools import cache
+from functools import cache, reduce
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -169,6 +169,11 @@ class Constants(TorchFunctionMode):
             plain = self._taken_index if name == "__getitem__" else self._taken_number
             rest = map_aggregate((args[len(kept) :], kwargs), plain)
             args, kwargs = (*kept, *rest[0]), rest[1]
+        if name in _OF_NUMBERS and any(map(_holds_tensors, args)):
+            args, kwargs = _as_of_tensor(name, args, kwargs)
+            with self:  # torch reads each tensor's number
+                made = _stacked(args[0])
+                return made.to(kwargs.get("device"), kwargs.get("dtype") or made.dtype)
         if name in _OF_NUMBERS and any(map(_is_open, _leaves((args, kwargs)))):
             self.of_sizes = True
             if self.fix_sizes:
@@ -394,6 +399,20 @@ def _is_small(made: Any) -> bool:
 
 def _fixed(value: Any) -> Any:
     return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _holds_tensors(data: Any) -> bool:
+    """Whether some data are a list with tensors in it."""
+    return isinstance(data, list | tuple) and any(isinstance(v, Tensor) for v in _leaves(data))
+
+
+def _stacked(value: Any) -> Tensor:
+    """The tensor that ``torch.tensor`` makes of lists of numbers and tensors of one element."""
+    if isinstance(value, list | tuple):
+        parts = [_stacked(item) for item in value]
+        kind = reduce(torch.promote_types, (part.dtype for part in parts))
+        return torch.stack([part.to(kind) for part in parts])
+    return value.reshape(()) if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def _as_of_tensor(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
