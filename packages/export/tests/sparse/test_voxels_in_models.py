@@ -332,6 +332,34 @@ def test_tables_beside_voxels_have_any_number_of_rows(nets, tmp_path):
     assert shapes["coords"][0] != shapes["points"][0]
 
 
+class Lifted(nn.Module):
+    """Cameras' maps moved to the cells of a grid, all of which are voxels."""
+
+    def __init__(self, spconv):
+        super().__init__()
+        self.tensor = spconv.SparseConvTensor
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.encoder = spconv.SparseSequential(*block(spconv.SubMConv2d(4, 8, 3), 8))
+        cells = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(5), indexing="ij"), -1)
+        self.register_buffer("cells", cells)
+
+    def forward(self, cameras, shifts):
+        frames = len(shifts)
+        maps = self.conv(cameras.flatten(0, 1)).unflatten(0, cameras.shape[:2]).mean(1)
+        rows = (maps + shifts.sum((1, 2))[:, :, None, None]).permute(0, 2, 3, 1).flatten(0, 2)
+        cells = self.cells.repeat(frames, 1, 1, 1).flatten(0, 2)
+        frame = torch.arange(len(cameras)).repeat_interleave(len(self.cells.flatten(0, 1)))
+        coords = torch.cat([frame[:, None], cells], 1).int()
+        x = self.encoder(self.tensor(rows, coords, [6, 5], len(cameras)))
+        return to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
+
+
+def test_voxels_that_are_a_grids_cells_leave_the_number_of_frames_fixed(nets, tmp_path):
+    frames = [(torch.randn(1, 2, 3, 6, 5), torch.randn(1, 3, 3, 4)) for _ in range(3)]
+    file = check(prepared(Lifted(nets.spconv), frames), frames, tmp_path / "a.onnx")
+    assert file.inputs["shifts"] == (1, 3, 3, 4)
+
+
 def test_what_has_no_form_is_refused(nets, tmp_path):
     spconv, path = nets.spconv, tmp_path / "a.onnx"
     frames = [frame(0)]

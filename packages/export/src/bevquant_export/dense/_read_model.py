@@ -282,15 +282,17 @@ def _rows(
     read = {step.args[0].name for step in program.steps if isinstance(step, Coordinates)}
     read |= set(program.sparse_inputs)
     counts = {shapes[name][0] for name in read}
-    given = set(names_in(program.signature)) | read
+    given = set(names_in(program.signature)) | set(program.sparse_inputs)
     found: dict[str, str] = {}
     others: dict[str, str] = {}
     of_pictures: set[str] = set()
-    for name in sorted(given):
+    for name in sorted(given | read):
         value = values.get(name)
         if not isinstance(value, Tensor) or not value.dim():
             continue
-        if shapes[name][0] in counts:
+        if name not in given:  # a grid's cells follow the number of frames, which is fixed
+            others |= dict.fromkeys(_symbols(value.shape[0]), "voxels")
+        elif shapes[name][0] in counts:
             found |= dict.fromkeys(_symbols(value.shape[0]), "voxels")
         elif (read or tables) and value.dim() <= _TABLE:
             others |= dict.fromkeys(_symbols(value.shape[0]), f"rows of {name}")
