@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,8 +64,24 @@ def windows_of_frames(x: Tensor, counts: Tensor) -> Tensor:
     return x[: counts[0]]
 
 
+def rows_by_range(x: Tensor, counts: Tensor) -> Tensor:
+    """Each row's chosen value, by three ways to number the rows."""
+    chosen = x.argmax(1)
+    x = x.clone()
+    x[range(len(x)), chosen] *= 2
+    numbers = torch.tensor(range(1, len(x) + 1))
+    assert isinstance(range(x.shape[0]), range)
+    return x[np.arange(len(x)), chosen] + x[range(x.shape[0])].sum(1) * numbers
+
+
+def numbered_columns(x: Tensor, counts: Tensor) -> Tensor:
+    """A range of plain numbers, and a loop over an open one, which takes the example's."""
+    return sum((x[:, i] * i for i in range(x.shape[1])), x[:, range(2)].sum(1))
+
+
 FORWARDS = (
     part_written, windows_filled, inferred, bits, filled_with_a_count, windows_of_frames,
+    rows_by_range, numbered_columns,
 )  # fmt: skip
 
 

@@ -261,7 +261,10 @@ def _stacked(value: Any) -> Tensor:
 
 @contextmanager
 def numpy_traced() -> Iterator[None]:
-    """For the length of the block ``np.array``, ``torch.from_numpy`` and `math` take them."""
+    """For the length of the block ``np.array``, ``torch.from_numpy`` and `math` take them.
+
+    ``np.arange`` takes open sizes.
+    """
     tnp = _tnp()
 
     def array(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,11 +290,17 @@ def numpy_traced() -> Iterator[None]:
 
         return made
 
+    def arange(*ends: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(end, torch.SymInt) for end in ends):
+            return np_arange(*ends, **kwargs)
+        return TracedArray(tnp.arange(*ends, **kwargs).tensor, frozenset())
+
     def from_numpy(array: Any) -> Tensor:
         return array.tensor if is_traced(array) else shared(array)
 
-    np_array, shared = np.array, torch.from_numpy
+    np_array, np_arange, shared = np.array, np.arange, torch.from_numpy
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(np, "arange", by_thread(arange, np_arange)))
         stack.enter_context(mock.patch.object(torch, "from_numpy", by_thread(from_numpy, shared)))
         for name in _MADE:
             own = getattr(np, name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache, reduce
 from types import FunctionType, SimpleNamespace
@@ -74,6 +74,35 @@ def _reshapes(name: str) -> bool:
     """Whether a function changes the shape of its tensor in place."""
     moves = op_spec(name).kind == "layout_op" or name.startswith("resize")
     return name.endswith("_") and (moves or name.startswith("as_strided"))
+
+
+class OpenRange(Sequence[int]):
+    """``range(n)`` of an open number: a tensor as an index or as data, else the example's range."""
+
+    def __init__(self, *ends: Any) -> None:
+        self._ends = ends
+
+    def rows(self) -> Tensor:
+        """Its numbers."""
+        return torch.arange(*self._ends)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where torch reads an index as a sequence: the modes of a trace see it first."""
+        return NotImplemented
+
+    @property
+    def _fixed(self) -> range:
+        return range(*self._ends)
+
+    def __len__(self) -> int:
+        return len(self._fixed)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._fixed[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._fixed)
 
 
 class ReshapesInput(Exception):
@@ -296,7 +325,7 @@ class Constants(TorchFunctionMode):
         if isinstance(value, tuple):
             return tuple(map(self._open_bounds, value))
         if not isinstance(value, slice):
-            return value
+            return value.rows() if isinstance(value, OpenRange) else value
         ends = value.start, value.stop, value.step
         return slice(*(end.item() if self._is_count(end) else end for end in ends))
 
@@ -402,12 +431,16 @@ def _fixed(value: Any) -> Any:
 
 
 def _holds_tensors(data: Any) -> bool:
-    """Whether some data are a list with tensors in it."""
+    """Whether some data are a list with tensors in it, or numbers that are one."""
+    if isinstance(data, OpenRange):
+        return True
     return isinstance(data, list | tuple) and any(isinstance(v, Tensor) for v in _leaves(data))
 
 
 def _stacked(value: Any) -> Tensor:
     """The tensor that ``torch.tensor`` makes of lists of numbers and tensors of one element."""
+    if isinstance(value, OpenRange):
+        return value.rows()
     if isinstance(value, list | tuple):
         parts = [_stacked(item) for item in value]
         kind = reduce(torch.promote_types, (part.dtype for part in parts))

@@ -1,10 +1,10 @@
 """Meaning of code and operators during an export with open sizes.
 
-``len(x)`` and ``int(share * n)`` are counts that stay open (`open_lengths`). With open sizes torch
-finds the shape of an activation or a batch norm by running its decomposition: a dozen operations,
-each with checks of strides on symbols, half of a capture's time. The result has the operand's own
-shape, type and memory order. torch has a table of such shortcuts (for `add` and similar operators);
-during a capture these operators are entered there (`elementwise_shapes`).
+``len(x)``, ``int(share * n)`` and ``x[range(n), ids]`` stay open (`open_lengths`). With open sizes
+torch finds the shape of an activation or a batch norm by running its decomposition: a dozen
+operations, each with checks of strides on symbols, half of a capture's time. The result has the
+operand's own shape, type and memory order. torch has a table of such shortcuts (for `add` and
+similar operators); during a capture these operators are entered there (`elementwise_shapes`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ._constants import OpenRange
 from ._faults import is_authors
 from ._operators import OPERATORS
 
@@ -218,7 +219,8 @@ def open_lengths(
 
     Python requires a plain integer from ``len``. This fixes the number of voxels to the example's,
     and is impossible for the rows that ``torch.unique`` or a mask selects. So the name is replaced
-    during a capture, in the packages of the model's classes and in files outside of libraries.
+    during a capture, in the packages of the model's classes and in files outside of libraries. The
+    same holds for ``range``, whose numbers may be an index.
     ``int`` is a class with other uses, and is replaced only in the modules of `shares`. If another
     module takes a share of a number of rows, or ``int(mask.sum() * share)``, its name is added to
     `shares`, and the run ends with an error: the caller repeats it. A tensor that
@@ -228,8 +230,8 @@ def open_lengths(
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
     scopes = {id(scope): scope for scope in (*_scopes(packages), *_unlisted_scopes(classes))}
     # A module with a `len` of its own means that one, as with `int` below.
-    found = [scope for scope in scopes.values() if "len" not in scope]
-    meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
+    own: dict[str, Any] = {"len": _length, "range": _Range}
+    meant = [(s, name, own[name]) for s in scopes.values() for name in own if name not in s]
     meant += [(scope, "int", _Integer) for scope in shares]
 
     thread = get_ident()  # others may run models meanwhile
@@ -313,6 +315,19 @@ def _length(value: Any, /) -> Any:
     if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
         return value.shape[0]
     return builtins.len(value)  # this module's name may be one of those
+
+
+class _Counting(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.range | OpenRange)
+
+    def __call__(cls, *ends: Any) -> Any:
+        is_open = any(isinstance(end, torch.SymInt) for end in ends)
+        return OpenRange(*ends) if is_open else builtins.range(*ends)
+
+
+class _Range(metaclass=_Counting):
+    """``range``, of open numbers as well."""
 
 
 class _Truncation(type):
