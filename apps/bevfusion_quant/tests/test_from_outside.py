@@ -98,7 +98,8 @@ def run(here: Path) -> Iterator[Callable[..., str]]:
     One process runs them all: each would import torch and its compiler anew.
     """
     environment = {
-        **os.environ, "PYTHONPATH": str(here), "COLUMNS": "400", "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ, "COLUMNS": "400", "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": os.pathsep.join([str(here), str(Path(__file__).parent)]),  # `own_detector`
     }  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-c", SERVE], cwd=here, env=environment,
@@ -148,7 +149,7 @@ def test_a_kind_that_a_program_registers_reaches_its_commands(run: Callable[...,
 )
 def test_a_run_on_its_frames_is_written_for_its_engine(here: Path, run: Callable[..., str]) -> None:
     frames = ("--dataset", "drives", "--data", ".", "--split", "night", "--count", "1")
-    run("ptq", "--config", "tiny", "--branch", "lidar-detector", *frames, "--name", "a")
+    run("ptq", "--model", "own_detector:make", *frames, "--name", "a")
     summary = json.loads((here / "runs/a/summary.json").read_text())
     assert [frame["name"] for frame in summary["frames"]] == ["night of . 0"]
 

@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bev_scenes import street_frame
 from bevfusion_quant.cli import main
 
+FEW_BEAMS = {"beams": 8, "sweeps": 1, "azimuth_steps": 120}
 MAIN = "from bevfusion_quant.cli import main; raise SystemExit(main(sys.argv[1:]))"
 # What one rank does when it has finished a frame.
 WATCHED = f"""
@@ -42,7 +45,10 @@ gc.disable()  # a tenth of what imports and captures take
 atexit.register(gc.freeze)  # nor is garbage looked for as a process ends: half a second of each
 import sympy, spconv.pytorch, torch, torch.distributed, torch._dynamo.convert_frame, torch.export
 import bev_scenes, bevfusion.pictures, bevfusion_quant.ptq, bevfusion_quant.commands.ptq
+from functools import partial
 
+# Scans of few beams: each process makes each of its streets twice.
+bev_scenes._frame.street_frame = partial(bev_scenes.street_frame, **json.loads(sys.argv[1]))
 for line in sys.stdin:
     ranks = []
     for program, arguments, place, out, error in json.loads(line):
@@ -68,7 +74,8 @@ def options(runs: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def starter() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-c", STARTER], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", STARTER, json.dumps(FEW_BEAMS)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         yield process
@@ -110,7 +117,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs, threads = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert main(options(runs)) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bev_scenes._frame.street_frame", partial(street_frame, **FEW_BEAMS))
+            assert main(options(runs)) == 0
     finally:
         torch.set_num_threads(threads)
     return runs / "run"
