@@ -40,6 +40,7 @@ def test_no_value_differs_at_any_layer(tmp_path: Path) -> None:
 
     written = export_sparse_onnx(quantized, example, tmp_path / "a.onnx", batches=[inputs])
     portable = lower_to_portable(written.path, tmp_path / "portable.onnx")
+    assert written.layers[0].output_bound == 120000  # 79,745 voxels and half as many again
     assert [str(finding) for finding in lint_onnx(written.path, "libspconv")] == []
     assert [str(finding) for finding in lint_onnx(portable.path, "onnxruntime")] == []
 
