@@ -58,11 +58,19 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_compute_the_same(how):
+@pytest.fixture(scope="module")
+def whole():
+    """The folded net, the quantized one and its integers, and their input: nobody changes them."""
+    torch.manual_seed(0)
     x = torch.randn(1, 3, 8, 8)
-    _, model = made(Net(), x)
-    for each in (model, simulate(model, x)):
+    fused, model = made(Net(), x)
+    return fused, model, simulate(model, x), x
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_compute_the_same(how, whole):
+    _, model, integers, x = whole
+    for each in (model, integers):
         with torch.no_grad():
             wanted, got = each(x), COPIES[how](each)(x)
         assert got["name"] == "net"
@@ -70,9 +78,8 @@ def test_copies_compute_the_same(how):
         assert torch.equal(got["mean"], wanted["mean"])
 
 
-def test_a_copy_has_weights_of_its_own_and_is_compared_as_the_first():
-    x = torch.randn(1, 3, 8, 8)
-    fused, model = made(Net(), x)
+def test_a_copy_has_weights_of_its_own_and_is_compared_as_the_first(whole):
+    fused, model, _, x = whole
     integers = simulate(model, x, integer_sums=True)
     other = copy.deepcopy(integers)
     assert other.sum_ranges == integers.sum_ranges

@@ -109,11 +109,13 @@ def test_a_number_of_an_input_is_computed_in_the_file(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("profile", ["tensorrt10", "tensorrt11", "openvino"])
 @pytest.mark.parametrize("name", ["list", "slice"])
-def test_so_it_is_for_other_engines(name: str, profile: str, tmp_path: Path) -> None:
+def test_so_it_is_for_other_engines(
+    name: str, profile: str, once: Callable[..., Any], tmp_path: Path
+) -> None:
     if profile == "openvino":
         pytest.importorskip("openvino")
     example, other = frames()
-    model = quantized(COMPUTED[name], example, other)
+    model = once(f"{name} computed", lambda: quantized(COMPUTED[name], example, other))
     made = export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
     (got,) = open_onnx(made.path)(dict(zip(made.inputs, other, strict=True))).values()
     want = model(*other).detach()
@@ -143,9 +145,11 @@ DECIDED: dict[str, Between] = {
 
 @pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("name", DECIDED)
-def test_a_decision_on_a_number_is_refused(name: str, profile: str, tmp_path: Path) -> None:
+def test_a_decision_on_a_number_is_refused(
+    name: str, profile: str, once: Callable[..., Any], tmp_path: Path
+) -> None:
     example, _ = frames()
-    model = quantized(DECIDED[name], example)
+    model = once(name, lambda: quantized(DECIDED[name], example))
     line = rf"{Path(__file__).name}:\d+\).*decides by a number out of this tensor.*torch\.where"
     with pytest.raises(ValueError, match=line):
         export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
@@ -240,16 +244,20 @@ class Frames(nn.Module):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt"])
 def test_the_number_of_frames_is_a_constant_that_is_checked(
-    profile: str, count: str, tmp_path: Path
+    profile: str, count: str, once: Callable[..., Any], tmp_path: Path
 ) -> None:
     x, column = torch.randn(6, 3), torch.arange(6)
 
     def frame(*batch: int) -> tuple[Tensor, Tensor]:
         return x, torch.stack([torch.tensor(batch), column], 1)
 
+    def calibrated() -> nn.Module:
+        made = quantize_model(Frames(COUNTS[count]).eval(), example_inputs=example).model
+        calibrate(made, [example])
+        return made
+
     example = frame(0, 0, 0, 1, 1, 1)
-    model = quantize_model(Frames(COUNTS[count]).eval(), example_inputs=example).model
-    calibrate(model, [example])
+    model = once(count, calibrated)
     made = export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
     assert "the number of frames is the example's" in made.notes[0]
     run = open_onnx(made.path, profile)
