@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import random
 import re
@@ -1093,3 +1094,19 @@ def test_scripted_modules_are_refused_by_name():
     net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.ReLU())))
     with pytest.raises(ValueError, match=r"capture: 1 \(RecursiveScriptModule\) is scripted"):
         capture(net, torch.ones(1, 2))
+
+
+class PerLevel(nn.Module):
+    """A head whose forward calls another method for each level, as mmdet's `forward_single`."""
+
+    def forward_single(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+    def forward(self, levels: list[Tensor]) -> list[Tensor]:
+        return list(map(self.forward_single, levels))
+
+
+def test_lines_are_those_of_the_functions_that_the_forward_calls() -> None:
+    graph = capture(PerLevel().eval(), {"levels": [torch.randn(2, 3), torch.randn(4, 3)]})
+    line = inspect.getsourcelines(PerLevel.forward_single)[1] + 1
+    assert {graph.location(node) for node in graph.operations} == {f"{__file__}:{line}"}
