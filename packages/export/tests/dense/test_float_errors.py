@@ -31,6 +31,17 @@ def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x * 2**-0.5))
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """As ONNX Runtime: an odd function of float32, moved by a half."""
+    at_least = torch.promote_types(x.dtype, torch.float32)
+    return (0.5 + 0.5 * torch.tanh(x.to(at_least) / 2)).to(x)
+
+
+def _elu(x: Tensor) -> Tensor:
+    at_least = torch.promote_types(x.dtype, torch.float32)
+    return torch.where(x < 0, (x.to(at_least).exp() - 1).to(x), x)
+
+
 def _attention(x: Tensor) -> Tensor:
     return (x @ x.transpose(1, 2) * 8**-0.5).softmax(-1) @ x
 
@@ -39,6 +50,9 @@ def _attention(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "norm": (lambda x: F.layer_norm(x + 3, (8,)), lambda x: _norm(x + 3)),
     "gelu": (F.gelu, _gelu),
+    "sigmoid": (lambda x: (x - 4).sigmoid(), lambda x: _sigmoid(x - 4)),
+    "silu": (lambda x: F.silu(x - 4), lambda x: (x - 4) * _sigmoid(x - 4)),
+    "elu": (lambda x: F.elu(x / 64), lambda x: _elu(x / 64)),
     "softmax": (lambda x: F.softmax(4 * x, -1), lambda x: F.softmax(4 * x, -1)),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), _attention),
     "cancelling": (lambda x: (x + 50) * 2 - 100, lambda x: (x + 50) * 2 - 100),

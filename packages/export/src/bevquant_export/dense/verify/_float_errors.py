@@ -59,6 +59,15 @@ _SUMS: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("matmul", "bmm", "mm", "linear"), lambda _, x, *__: x.shape[-1]),
 }
 
+# Runtimes compute these from a sum that cancels, σ(x) from the odd function σ(x) − 1/2: rounding of
+# the sum is left, times a magnitude. Those of one operator compute in float32 in any file.
+_CANCELLING: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": lambda x: torch.ones_like(x),
+    "silu": lambda x: x,  # x·σ(x)
+    **dict.fromkeys(("elu", "celu", "selu"), lambda x, *_: (x < 0).to(x)),  # exp(x) − 1
+    "gelu": lambda x, **_: x.clamp(max=0),  # x·(1 + erf(x/√2))/2
+}
+
 
 class FloatErrors:
     r"""Runs float functions with randomly rounded operands and results.
@@ -195,11 +204,10 @@ class FloatErrors:
         # The n terms of a norm's variance may be summed one by one.
         if terms := _TERMS.get(called):
             result = self._rounded(result, math.sqrt(terms(*args)) * UNIT)
-        if called == "gelu":
-            # x·(1 + erf(x/√2))/2: below zero the sum cancels, and x times the rounding of erf and
-            # of the sum is left.
-            below = args[0].clamp(max=0)
-            result = result + self._rounded(below, 2 * self._unit) - below
+        if magnitude := _CANCELLING.get(called):
+            unit = 2 * self._unit if called == "gelu" else UNIT
+            factor = magnitude(*args, **kwargs)
+            result = torch.addcmul(result, factor, self._noise(result).to(factor), value=unit)
         return (result,) if len(step.outputs) == 1 else tuple(result)
 
     def _reordered(self, result: Tensor, called: str, call: Any, args: Any, kwargs: Any) -> Tensor:
