@@ -90,6 +90,15 @@ def test_a_program_gives_its_models_integers_and_a_verified_file(
     assert not file.floats
 
 
+def test_the_module_of_a_program_is_taken_too() -> None:
+    net = Residual().eval()
+    program = export(net, (IMAGES,)).module()
+    fused = fuse_model(program, (IMAGES,))
+    assert len(fused.fused) == 4
+    torch.testing.assert_close(fused.model(IMAGES), net(IMAGES))
+    assert len(quantize_model(fused.model, example_inputs=(IMAGES,)).quantized) == 10
+
+
 def test_sparse_convolutions_in_a_program_are_refused_by_node() -> None:
     spconv = pytest.importorskip("spconv.pytorch")
 

@@ -88,9 +88,11 @@ def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
 def as_module(model: Any, example_inputs: Any) -> tuple[Any, Any]:
     """The module of an exported program, and its example inputs where none are given.
 
-    Other modules are returned unchanged, with their example inputs as the forward takes them
+    So for a program's `module()`, which refuses to be set to evaluation mode. Other modules are returned unchanged, with their example inputs as the forward takes them
     (`as_example`).
     """
+    if isinstance(model, fx.GraphModule) and "eval" in vars(model):
+        model = module_of(model)
     if not isinstance(model, ExportedProgram):
         given = example_inputs is not None and isinstance(model, nn.Module)
         return model, as_example(model, example_inputs) if given else example_inputs
