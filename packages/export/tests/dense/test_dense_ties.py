@@ -147,6 +147,11 @@ def test_a_choice_is_a_tie_if_the_chosen_value_is() -> None:
     boundary = RoundingBoundary(held, values, {}, find_target("horizon").form)
     assert boundary.reads("y") == {"mask", "one", "two"}
     assert boundary.count("y", np.arange(3)[:, None], np.full(3, 0.5), (3,)) == 1
+    # All of many are counted, unless some is no tie and the verdict is clear.
+    many = np.zeros((200_001, 1), int)
+    assert boundary.count("y", many, np.full(len(many), 0.5), (3,)) == len(many)
+    many[::2] = 1
+    assert 40_000 < boundary.count("y", many, np.full(len(many), 0.5), (3,)) < 60_000
 
 
 def test_a_weight_that_is_a_step_off_is_no_tie(tmp_path: Path, on_borders: Any) -> None:

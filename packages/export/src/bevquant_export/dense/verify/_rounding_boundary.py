@@ -111,9 +111,10 @@ class RoundingBoundary:
             return 0
         found = 0
         sums = not isinstance(step, Resize | WeightedSum)  # which are computed as a whole
-        # Of other tensors, at most 100,000 values are examined.
-        places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
+        at_once = _AT_ONCE if sums else len(places) or 1
         for start in range(0, len(places), at_once):
+            if start >= _MOST and found < start:
+                break  # no tie is among them: what is counted later changes no verdict
             at = places[start : start + at_once]
             real = self._made(step, form, at, shape)
             if real is None:
