@@ -215,10 +215,14 @@ def compared(
         cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs, departs, leave)
         cut.hold(inputs_of(integer.program, args))
 
+        largest = 1
+
         def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+            nonlocal largest
             named = _named(step.outputs[0], made[0])
             cut.hold(named)
             for name, value in named:
+                largest = max(largest, value.numel() if isinstance(value, Tensor) else 1)
                 if name in file.integers or name in file.float8:
                     # The model's maps have channels last, the file's do not.
                     cut.compare(step, name, contiguous(value.cpu()).numpy())
@@ -229,7 +233,7 @@ def compared(
         choices.called = bool(choices.called)
         cut.finish()
     if wanted := cut.in_doubt():
-        errors = FloatErrors(integer.program, wanted, half=profile.half)
+        errors = FloatErrors(integer.program, wanted, half=profile.half, largest=largest)
         # Every operator of torch takes several times longer within.
         with choices if choices.called else nullcontext():
             errors.run(integer, args)

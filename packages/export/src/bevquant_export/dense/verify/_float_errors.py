@@ -41,6 +41,7 @@ from bevquant_int8sim.program import (
 
 _RUNS = 6
 _POOL = 1 << 16
+_MOST = 1 << 27  # values of one step in all runs at a time: half a GiB
 _ONE = torch.ones(())
 _UNITS = 2  # a function's own steps each round
 _DEVIATIONS = 4.0
@@ -79,19 +80,25 @@ class FloatErrors:
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
     with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and downstream values alike, six times
-    beside one run of the program. The error is four times the root mean square of the effect, and
-    1.5 times the largest effect at least. Integers are not perturbed: each piece of a file reads
-    the model's. Float results of layers are perturbed by the spread of their sums (`_deviations`),
-    which rounding of the result does not show where terms cancel, float sums and products by
-    theirs, as runtimes add in orders of their own, and sums of integers by those of their terms.
-    The random numbers are the same for each file.
+    beside one run of the program, or beside several where that would take much memory. The error is
+    four times the root mean square of the effect, and 1.5 times the largest effect at least.
+    Integers are not perturbed: each piece of a file reads the model's. Float results of layers are
+    perturbed by the spread of their sums (`_deviations`), which rounding of the result does not
+    show where terms cancel, float sums and products by theirs, as runtimes add in orders of their
+    own, and sums of integers by those of their terms. The random numbers are the same for each
+    file.
 
-    `wanted` are values whose errors are requested; those of integers are zero. `values` and float64
-    `errors` are of the same shapes, for values that exist in every run.
+    `wanted` are values whose errors are requested; those of integers are zero. `largest` is the
+    number of values of the program's largest tensor. `values` and float64 `errors` are of the same
+    shapes, for values that exist in every run.
     """
 
-    def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
+    def __init__(
+        self, program: Program, wanted: Collection[str], *, half: bool, largest: int = 1
+    ) -> None:
         self._program, self._half = program, half
+        at_once = (count for count in (_RUNS, 3, 2) if count * largest <= _MOST)
+        self._beside = range(next(at_once, 1))
         self._unit = _UNITS * (2.0**-11 if half else UNIT)
         self.only(wanted)
         self._runs, self._random, self._pool = 0, np.random.default_rng(0), torch.empty(2, 0)
@@ -128,12 +135,13 @@ class FloatErrors:
         }
 
     def run(self, integer: QdqProgram, args: Any) -> None:
-        """Run the program's model on `args`, six perturbed values beside each; again adds six."""
-        for name, value in inputs_of(self._program, args):
-            self._take(name, value, [value] * _RUNS)
-        with suppress(_Complete):
-            integer.run(args, observe=self._see)
-        self._runs += _RUNS
+        """Run the program's model on `args` beside six perturbed runs; again adds six."""
+        for _ in range(0, _RUNS, len(self._beside)):
+            for name, value in inputs_of(self._program, args):
+                self._take(name, value, [value for _ in self._beside])
+            with suppress(_Complete):
+                integer.run(args, observe=self._see)
+            self._runs += len(self._beside)
         for name in (self._squares.keys() & self._wanted) - self._lost:
             deviation = (self._squares[name] / self._runs).sqrt()
             error = torch.maximum(_DEVIATIONS * deviation, _EFFECTS * self._largest[name])
@@ -141,11 +149,11 @@ class FloatErrors:
 
     def _see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         if step.outputs[0] in self._calls:
-            moved = [self._called(step, number) for number in range(_RUNS)]
+            moved = [self._called(step, number) for number in self._beside]
         elif isinstance(step, Add | Dense | Matmul):
             moved = self._summed(step, given, made)
         else:
-            moved = [made] * _RUNS
+            moved = [made for _ in self._beside]
         for name, value, *others in zip(step.outputs, made, *moved, strict=False):
             self._take(name, value, others)
         for name in step.inputs:
@@ -229,11 +237,11 @@ class FloatErrors:
             self._spreads[name] = _deviations(step, given[0], form)
         read = name in self._last or name in self._wanted
         if not read or to != "float":
-            return [made] * _RUNS
+            return [made for _ in self._beside]
         if isinstance(step, Add):
             spread = self._of_terms(step, given) * (made[0] != 0)
         elif not isinstance(form, Integers):
-            return [made] * _RUNS
+            return [made for _ in self._beside]
         elif isinstance(step, Matmul):
             terms = given[0].shape[-1]
             spread = step.magnitudes(given) * (step.scale * math.sqrt(terms) * UNIT)
@@ -245,7 +253,7 @@ class FloatErrors:
             spread = spread * (made[0] != 0)
         # Uniform numbers up to √3 have a spread of 1.
         spread = spread * 3**0.5
-        return [(made[0] + spread * self._noise(spread),) for _ in range(_RUNS)]
+        return [(made[0] + spread * self._noise(spread),) for _ in self._beside]
 
     def _of_terms(self, step: Add, given: tuple[Any, ...]) -> Tensor:
         """Spread of a sum whose terms are rounded to floats before they are added."""
