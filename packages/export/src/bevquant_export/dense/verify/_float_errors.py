@@ -89,8 +89,8 @@ class FloatErrors:
     file.
 
     `wanted` are values whose errors are requested; those of integers are zero. `largest` is the
-    number of values of the program's largest tensor. `values` and float64 `errors` are of the same
-    shapes, for values that exist in every run.
+    number of values of the program's largest tensor. `values` and `errors` are of the same shapes,
+    for values that exist in every run.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class FloatErrors:
             self._lost.add(name)
         elif name in self._wanted and isinstance(value, Tensor):
             for one in moved:
-                effect = (one.double() - value).abs_()
+                effect = one.float().sub(value).abs_()
                 if name not in self._squares:
                     self._squares[name], self._largest[name] = effect.square(), effect
                 else:
