@@ -88,8 +88,8 @@ def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
 def as_module(model: Any, example_inputs: Any) -> tuple[Any, Any]:
     """The module of an exported program, and its example inputs where none are given.
 
-    So for a program's `module()`, which refuses to be set to evaluation mode. Other modules are returned unchanged, with their example inputs as the forward takes them
-    (`as_example`).
+    So for a program's `module()`, which refuses to be set to evaluation mode. Other modules are
+    returned unchanged, with their example inputs as the forward takes them (`as_example`).
     """
     if isinstance(model, fx.GraphModule) and "eval" in vars(model):
         model = module_of(model)
