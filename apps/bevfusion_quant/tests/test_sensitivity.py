@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -48,6 +49,12 @@ def runs(made_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(runs: Path) -> LoadedRun:
     return load_run(runs / "a")
+
+
+@pytest.fixture
+def quick_load(loaded: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand out copies of the loaded run: following its data flow anew takes most of a second."""
+    monkeypatch.setattr("bevfusion_quant.sensitivity.load_run", lambda run: copy.deepcopy(loaded))
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +174,7 @@ def test_the_plans_score_is_that_of_its_model(
     assert found.tried > len(groups)
 
 
+@pytest.mark.usefixtures("quick_load")
 def test_an_estimate_is_named_and_ranks_the_groups(
     runs: Path, result: SensitivityResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +252,7 @@ def test_the_command_prints_the_table_and_the_plan(
     assert (runs / "sensitivity/plan.json").exists()
 
 
+@pytest.mark.usefixtures("quick_load")
 def test_a_score_that_float_does_not_reach_leaves_the_table(
     runs: Path, frames: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +267,7 @@ def test_a_score_that_float_does_not_reach_leaves_the_table(
     assert "no plan reaches mAP" in (runs / "unreached/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("quick_load")
 @pytest.mark.parametrize(
     ("options", "told"),
     [
