@@ -375,3 +375,23 @@ def test_conditions_of_one_size_that_hold_for_all(term: str, least: int, holds: 
     terms = (getattr(side, "term", side) for side in sides)
     kind = sympy.StrictLessThan if sign == "<" else sympy.LessThan
     assert _always(kind(*terms, evaluate=False), least) is holds
+
+
+class Aligned(nn.Module):
+    """A U-Net's step up, which cuts the larger map only where the sizes differ."""
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        fine, coarse = maps
+        up = F.interpolate(coarse, scale_factor=2.0)
+        if up.shape[2] != fine.shape[2]:
+            up = up[:, :, : fine.shape[2]]
+        return up.mean((2, 3)) + fine.mean((2, 3))
+
+
+def test_a_size_that_must_be_twice_another_one_is_required() -> None:
+    net = Aligned().eval()
+    graph = capture(net, {"maps": [torch.randn(1, 2, 8, 12), torch.randn(1, 2, 4, 6)]})
+    frame = [torch.randn(1, 2, 16, 8), torch.randn(1, 2, 8, 4)]
+    assert torch.equal(graph.replay(maps=frame), net(frame))
+    with pytest.raises(ValueError, match=r"2 \* maps\[1\]\.shape\[2\] == maps\[0\]\.shape\[2\]"):
+        graph.replay(maps=[torch.randn(1, 2, 16, 8), torch.randn(1, 2, 9, 4)])

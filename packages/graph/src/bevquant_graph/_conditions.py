@@ -269,11 +269,15 @@ def bound_guards(
         for name, node in zip(names, placeholders, strict=True)
         for axis, size in _axes(node)
     }
+    begun: dict[Any, _Place] = {}
     known: dict[Any, _Place] = {}
-    for form in ("_expr", "expr"):  # as the size began, and by what equals it
+    for form, found in (("_expr", begun), ("expr", known)):  # as it began, and by what equals it
         for place, size in sizes.items():
             if isinstance(size, torch.SymInt):
-                known.setdefault(getattr(size.node, form), place)
+                found.setdefault(getattr(size.node, form), place)
+    # A size that must be twice another one is this term from then on. The condition itself would
+    # say that it equals itself.
+    known = {**begun, **{term: place for term, place in known.items() if term not in begun}}
     guards: dict[Guard, None] = {}
     line: tuple[Any, ...] = ()
     for condition in conditions:
@@ -281,9 +285,9 @@ def bound_guards(
             line = condition[1:3]
             continue
         # The graph may be a part of another one, without all of its sizes.
-        whole = _bound(condition, known, sizes)
-        found = _fixed(condition, sizes) if whole is None else [whole]
-        guards |= dict.fromkeys(found)
+        whole = _bound(condition, begun, sizes) or _bound(condition, known, sizes)
+        bound = _fixed(condition, sizes) if whole is None else [whole]
+        guards |= dict.fromkeys(bound)
     fixed = {guard.sizes[0] for guard in guards if guard.fixes is not None}
     for place, size in sizes.items():
         number = fixed_number(size)
