@@ -56,11 +56,12 @@ def test_the_set_is_right(folder: Path) -> None:
     assert " 0 of 0 " not in page
 
 
-def test_the_detector_for_another_engine(folder: Path) -> None:
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+def test_the_detector_for_other_engines(folder: Path, target: str) -> None:
     runs = folder.parent.parent
-    given = f"--points {runs}/frame.npz --runs {runs} --name files"
-    assert main(f"export --run {runs}/a {given} --target onnxruntime".split()) == 0
-    content = json.loads((runs / "files/onnx/manifest.json").read_text())
+    given = f"--points {runs}/frame.npz --runs {runs} --name {target}"
+    assert main(f"export --run {runs}/a {given} --target {target}".split()) == 0
+    content = json.loads((runs / target / "onnx/manifest.json").read_text())
     assert content["verified"], content["failures"]
     files = {file["name"]: file for file in content["files"]}
     assert list(files) == ["lidar.backbone.xyz.onnx", "decoder.onnx", "head.bbox.onnx"]
