@@ -41,6 +41,7 @@ from bevquant_int8sim.program import (
 
 _RUNS = 6
 _POOL = 1 << 16
+_DRAWN = 1 << 25  # random numbers at most; larger tensors take them several times
 _MOST = 1 << 27  # values of one step in all runs at a time: half a GiB
 _ONE = torch.ones(())
 _UNITS = 2  # a function's own steps each round
@@ -307,6 +308,9 @@ class FloatErrors:
         To draw each number takes most of the time.
         """
         count = value.numel()
+        if count > _DRAWN:
+            parts = [self._part(part, row) for part in value.reshape(-1).split(_DRAWN)]
+            return torch.cat(parts).view(value.shape)
         if self._pool.shape[1] < count + _POOL:
             self._pool = torch.empty(2, 0)  # of the old one nothing is held
             self._pool = torch.empty(2, count + 2 * _POOL)
