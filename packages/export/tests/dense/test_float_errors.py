@@ -53,6 +53,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "gelu": (F.gelu, _gelu),
     "sigmoid": (lambda x: (x - 4).sigmoid(), lambda x: _sigmoid(x - 4)),
     "silu": (lambda x: F.silu(x - 4), lambda x: (x - 4) * _sigmoid(x - 4)),
+    "glu": (lambda x: F.glu((x - 4).repeat(1, 1, 2)), lambda x: (x - 4) * _sigmoid(x - 4)),
     "elu": (lambda x: F.elu(x / 64), lambda x: _elu(x / 64)),
     "softmax": (lambda x: F.softmax(4 * x, -1), lambda x: F.softmax(4 * x, -1)),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), _attention),

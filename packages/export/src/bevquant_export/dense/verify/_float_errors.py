@@ -66,6 +66,7 @@ _SUMS: dict[str, Callable[..., float]] = {
 _CANCELLING: dict[str, Callable[..., Tensor]] = {
     "sigmoid": lambda x: torch.ones_like(x),
     "silu": lambda x: x,  # x·σ(x)
+    "glu": lambda x, axis=-1: x.chunk(2, axis)[0],
     **dict.fromkeys(("elu", "celu", "selu"), lambda x, *_: (x < 0).to(x)),  # exp(x) − 1
     "gelu": lambda x, **_: x.clamp(max=0),  # x·(1 + erf(x/√2))/2
 }

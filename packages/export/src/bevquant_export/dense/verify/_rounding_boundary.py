@@ -114,7 +114,7 @@ class RoundingBoundary:
         at_once = _AT_ONCE if sums else len(places) or 1
         for start in range(0, len(places), at_once):
             if start >= _MOST and found < start:
-                break  # no tie is among them: what is counted later changes no verdict
+                break  # some are no ties: further ones change no verdict
             at = places[start : start + at_once]
             real = self._made(step, form, at, shape)
             if real is None:
