@@ -333,7 +333,7 @@ def test_tables_beside_voxels_have_any_number_of_rows(nets, tmp_path):
 
 
 class Lifted(nn.Module):
-    """Cameras' maps moved to the cells of a grid, all of which are voxels."""
+    """Camera features at the cells of a fixed grid; every cell is a voxel."""
 
     def __init__(self, spconv):
         super().__init__()

@@ -10,8 +10,9 @@ tensor. Code that needs the numbers themselves (``float(a)``, ``if a > 0``, Open
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 from unittest import mock
 
@@ -251,12 +252,14 @@ def _stacked(value: Any) -> Tensor:
         tensor: Tensor = value.tensor
         return tensor
     if isinstance(value, list | tuple) and next(_traced(value), None) is not None:
-        parts = [_stacked(item) for item in value]
-        kind = parts[0].dtype
-        for part in parts[1:]:
-            kind = torch.promote_types(kind, part.dtype)
-        return torch.stack([part.to(kind) for part in parts])
+        return stack_promoted([_stacked(item) for item in value])
     return value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+
+
+def stack_promoted(parts: Sequence[Tensor]) -> Tensor:
+    """A stack of tensors in their common dtype."""
+    kind = reduce(torch.promote_types, (part.dtype for part in parts))
+    return torch.stack([part.to(kind) for part in parts])
 
 
 @contextmanager

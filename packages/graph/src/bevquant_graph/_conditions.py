@@ -269,15 +269,15 @@ def bound_guards(
         for name, node in zip(names, placeholders, strict=True)
         for axis, size in _axes(node)
     }
+    nodes = {place: size.node for place, size in sizes.items() if isinstance(size, torch.SymInt)}
     begun: dict[Any, _Place] = {}
-    known: dict[Any, _Place] = {}
-    for form, found in (("_expr", begun), ("expr", known)):  # as it began, and by what equals it
-        for place, size in sizes.items():
-            if isinstance(size, torch.SymInt):
-                found.setdefault(getattr(size.node, form), place)
+    for place, node in nodes.items():
+        begun.setdefault(node._expr, place)
     # A size that must be twice another one is this term from then on. The condition itself would
     # say that it equals itself.
-    known = {**begun, **{term: place for term, place in known.items() if term not in begun}}
+    known = dict(begun)
+    for place, node in nodes.items():
+        known.setdefault(node.expr, place)
     guards: dict[Guard, None] = {}
     line: tuple[Any, ...] = ()
     for condition in conditions:

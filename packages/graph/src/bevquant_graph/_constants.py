@@ -16,7 +16,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import cache, reduce
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._arrays import torch_call
+from ._arrays import stack_promoted, torch_call
 from ._asserted import passing
 from ._equal_values import equal_constants, node_of
 from ._operators import OPERATORS, op_spec
@@ -442,9 +442,7 @@ def _stacked(value: Any) -> Tensor:
     if isinstance(value, OpenRange):
         return value.rows()
     if isinstance(value, list | tuple):
-        parts = [_stacked(item) for item in value]
-        kind = reduce(torch.promote_types, (part.dtype for part in parts))
-        return torch.stack([part.to(kind) for part in parts])
+        return stack_promoted([_stacked(item) for item in value])
     return value.reshape(()) if isinstance(value, Tensor) else torch.tensor(value)
 
 
