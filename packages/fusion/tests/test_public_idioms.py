@@ -664,6 +664,28 @@ def test_norms_among_parallel_layers_are_folded_or_become_depthwise(randomise):
     assert result.max_error < 1e-14
 
 
+class Differences(nn.Module):
+    """FastViT's RepMixer, whose identity is subtracted, and a norm of a difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.identity = chain(4, 4)[:2], nn.BatchNorm2d(4)
+        self.one, self.two, self.both = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = x + 0.3 * (self.mixer(x) - self.identity(x))
+        return self.both(self.one(x) - self.two(x))
+
+
+def test_norms_in_differences_and_of_differences_are_folded(randomise):
+    result = fuse_model(randomise(Differences()), image())
+    how = {f.bn: (f.conv, f.how) for f in result.fused}
+    assert how["identity"] == ("identity", "depthwise")
+    assert how["both"] == ("one", "identity")
+    assert not result.skipped
+    assert result.max_error < 1e-14
+
+
 class Apart(nn.Module):
     """Sums in which a norm has no part: read twice, of another size, of a layer called twice."""
 

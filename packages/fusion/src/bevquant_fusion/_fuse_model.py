@@ -64,11 +64,11 @@ def fuse_model(
 
     - the layer in front of it, where the batch norm is the layer's only consumer; layout operators
       that keep channels apart and averages over places may be between the two;
-    - all layers in front of it, for a sum or concatenation of layers;
+    - all layers in front of it, for a sum, difference or concatenation of layers;
     - the layers behind it, where no ReLU feeds it and its consumers are dense layers without zero
       padding;
-    - a depthwise 1×1 convolution of its own, in a sum with convolutions of the same input (RepVGG's
-      identity branch).
+    - a depthwise 1×1 convolution of its own, in a sum or difference with convolutions of the same
+      input (RepVGG's identity branch).
 
     Functional ``F.batch_norm``, classes with further operations (which are kept), and frozen batch
     norms in arithmetic (``FrozenBatchNorm2d``) are folded too. A layer that computes its weight

@@ -312,17 +312,18 @@ def only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether a step adds two tensors of one shape, or a tensor and 0, and nothing else."""
-    if node.op != "call_function" or op_spec(node.target).kind != "add" or len(node.args) != 2:
+    """Whether a step adds or subtracts two tensors of one shape, or adds 0, and nothing else."""
+    name = op_spec(node.target).name if node.op == "call_function" else ""
+    if name not in ("add", "sub") or len(node.args) != 2 or node.kwargs:
         return False
     values = [node.meta.get("val") for node in node.all_input_nodes]
     shapes = [value.shape for value in values if isinstance(value, Tensor)]
     two = len(values) == len(shapes) == 2 and shapes[0] == shapes[1]
-    return not node.kwargs and (two or (len(shapes) == 1 and 0 in node.args))
+    return two or (name == "add" and len(shapes) == 1 and 0 in node.args)
 
 
 def addends(value: fx.Node, user: fx.Node | None = None) -> list[fx.Node]:
-    """The addends of a value that nothing but ``user`` reads; itself where it is no sum."""
+    """The terms of a sum that nothing but ``user`` reads, a positive one first; else the value."""
     if not is_sum(value) or (user is not None and only_reader(value) is not user):
         return [value]
     found = [node for operand in value.all_input_nodes for node in addends(operand, value)]

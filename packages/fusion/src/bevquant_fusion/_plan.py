@@ -7,10 +7,10 @@ consumers must be layers. The remaining batch norms may belong to parallel layer
 per channel and layers Wᵢuᵢ + bᵢ without other consumers:
 
 - a norm of a concatenation: each layer takes s and t of its channels;
-- a norm of a sum, s·Σ (Wᵢuᵢ + bᵢ) + t: each layer takes s, one of them t;
-- a norm in a sum with convolutions of the same input, as in blocks that re-parameterization turns
-  into one convolution (RepVGG, Ding et al. 2021, section 3.3): it is a depthwise 1×1 convolution
-  with weight s and bias t, and becomes one.
+- a norm of a sum, s·Σ (±(Wᵢuᵢ + bᵢ)) + t: each layer takes s, one with a positive sign t;
+- a norm in a sum or difference with convolutions of the same input, as in blocks that
+  re-parameterization turns into one convolution (RepVGG, Ding et al. 2021, section 3.3): it is a
+  depthwise 1×1 convolution with weight s and bias t, and becomes one.
 """
 
 from __future__ import annotations
