@@ -255,6 +255,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x),
     "the larger of each, and where": lambda x: torch.where(x > 0, *x.max(1, keepdim=True)),
     "gather": lambda x: torch.gather(x, 1, x.argsort(1)),
+    "sorted": lambda x: x.sort(dim=1, descending=True, stable=True)[0] + x.argsort(stable=True),
     "index": lambda x: x.sin()[:, torch.tensor([3, 1, 0, 2])],
     "mask": lambda x: x * (torch.arange(6) < 4) + x.masked_fill(x > 0.2, -1.0),
     "written to": _drawn_over,

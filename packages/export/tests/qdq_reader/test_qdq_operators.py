@@ -75,6 +75,7 @@ NODES: list[Node] = [
     ("ArgMin", [], {"axis": -1, "keepdims": 0}),
     ("ArgMax", [], {"axis": 1}),
     ("CumSum", [np.array(1, I64)], {}),
+    ("CumSum", [np.array(3, I64)], {"exclusive": 1, "reverse": 1}),
     ("Cast", [], {"to": TensorProto.INT32}),
     ("MaxPool", [], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
     ("MaxPool", [], {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
@@ -519,3 +520,40 @@ def test_open_sizes_ask_for_example_inputs(tmp_path: Path) -> None:
     assert model(x=x).shape == (3, 4, 3, 4)
     with pytest.raises(ValueError, match="example_inputs have no 'x'"):
         load_qdq_onnx(path, {"y": x})
+
+
+def test_sizes_that_a_file_fixes(tmp_path: Path) -> None:
+    graph = Graph()
+    read = graph.pair("x", 0.02, 117, "uint8")
+    y = graph.node("Resize", [read, "", "", graph.constant("sizes", [2, 8, 3, 5])], mode="linear")
+    path = graph.save(tmp_path / "fixed.onnx", {"x": [2, 8, 7, 6]}, [y])
+    model = load_qdq_onnx(path)
+    assert model(torch.rand(3, 8, 7, 6)).shape == (3, 8, 3, 5)  # the batch stays open
+    with pytest.raises(ValueError, match="input x: expected size 7 in axis 2, which the forward"):
+        model(torch.rand(2, 8, 5, 6))  # of a float model, 2 rows and not 3
+    with pytest.raises(ValueError, match=r"input 'x': expected the file's sizes \[0, 8, 7, 6\]"):
+        load_qdq_onnx(path, torch.rand(2, 8, 5, 6))
+
+
+def test_a_batch_that_constants_belong_to(tmp_path: Path) -> None:
+    graph = Graph()
+    read = graph.pair("x", 0.02, 117, "uint8")
+    total = graph.node("ReduceSum", [read, graph.constant("axes", [0])], keepdims=1)
+    mean = graph.node("Div", [total, graph.constant("rows", np.float32(6))])
+    y = graph.node("Sub", [read, mean])
+    model = load_qdq_onnx(graph.save(tmp_path / "rows.onnx", {"x": [6, 8]}, [y]))
+    assert model(torch.rand(6, 8)).shape == (6, 8)
+    with pytest.raises(ValueError, match="input x: expected size 6 in axis 0"):
+        model(torch.rand(9, 8))
+
+
+def test_constants_of_half_precision(tmp_path: Path) -> None:
+    graph = Graph()
+    cast = graph.node("Cast", [graph.constant("c", F32(0.1))], to=TensorProto.FLOAT16)
+    half = graph.node("Div", [cast, graph.constant("d", np.float16(3))])
+    read = graph.node("Cast", [graph.pair("x", 0.02, 117, "uint8")], to=TensorProto.FLOAT16)
+    y = graph.node("Cast", [graph.node("Mul", [read, half])], to=TensorProto.FLOAT)
+    path = graph.save(tmp_path / "half.onnx", {"x": SHAPE}, [y])
+    x = torch.rand(SHAPE)
+    (wanted,) = run_file(path, {"x": x.numpy()})
+    assert np.allclose(load_qdq_onnx(path)(x).numpy(), wanted, rtol=2e-3)

@@ -3,7 +3,8 @@
 - ``atan2(y, x)`` = ±(π/2 − a where |y| > |x|, π − … where x < 0), a = atan(min / max of |y|, |x|).
   torch's exporter divides y by x, finds 0 / 0 by IsNaN, and returns −π for y = 0 < −x. The sign of
   −0 is kept, by its reciprocal; infinite over infinite is NaN here.
-- ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal values first.
+- ``argsort`` and ``sort`` with ``stable=True``: ONNX's TopK takes the earlier of two equal values
+  first.
 - ``floor_divide``, ``div(…, rounding_mode="floor")`` and ``remainder`` of floats: by ``fmod``,
   which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
   been rounded up to the next whole number: a point in the voxel beside its own. ``div`` of integers
@@ -74,7 +75,8 @@ _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
     """Context in which the operators of the module's docstring take these forms."""
     forms: dict[str, Callable[..., Tensor | None]] = {
-        "atan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
+        "atan2": _atan2, "nan_to_num": _nan_to_num,
+        "argsort": lambda *args, **kwargs: _sort(*args, **kwargs)[1], "sort": _stable_sort,
         "col2im": _fold, "linalg_inv": _inverse, "linalg_solve": _solve,
         "cross": _cross, "linalg_cross": lambda a, b, *, dim=-1: _cross(a, b, dim), "hypot": _hypot,
         "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
@@ -356,10 +358,12 @@ def _without(numbers: tuple[int, ...], one: int) -> tuple[int, ...]:
     return tuple(number for number in numbers if number != one)
 
 
-def _argsort(
-    x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
-) -> Tensor:
-    return torch.sort(x, dim, descending)[1]
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
+    return torch.sort(x, dim, descending)
+
+
+def _stable_sort(x: Tensor, *args: Any, stable: bool | None = None, **kwargs: Any) -> Any:
+    return None if stable is None else _sort(x, *args, **kwargs)
 
 
 def _fold(

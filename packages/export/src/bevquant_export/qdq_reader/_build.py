@@ -36,7 +36,7 @@ from bevquant_export.qdq_reader._constants import (
     where_of,
 )
 from bevquant_export.qdq_reader._layers import cropped, layer_of, pad_windows
-from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT, tensor
+from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT, of_sizes, tensor
 from bevquant_export.runtime._session import reference_evaluator
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -73,6 +73,8 @@ class Builder:
         self.on_grid: dict[str, Grid] = {}  # floats that lie on a grid of one scale
         self.integers: dict[str, Grid] = {}  # what QuantizeLinear gives, held as floats
         self.grids: dict[str, Grid] = {}
+        self.checks: dict[str, Operator] = {}  # of the sizes of inputs
+        self.batches: dict[str, int] = {}  # fixed by the file, or 0
         self.non_negative: set[str] = set()
         self.sizes: set[str] = set()  # computed of sizes alone, which functions hold as arrays
         self.makers = {name: node.op_type for node in proto.graph.node for name in node.output}
@@ -85,6 +87,8 @@ class Builder:
         """The module."""
         for name, argument in self.arguments.items():
             self.nodes[name] = self.graph.placeholder(argument)
+        for entry in self.inputs:
+            self._fix_sizes(entry)
         merged: set[int] = set()
         for number, node in enumerate(self.proto.graph.node):
             if number not in merged:
@@ -109,6 +113,22 @@ class Builder:
                 argument += "_"
             found[entry.name] = argument
         return found
+
+    def _fix_sizes(self, entry: Any) -> None:
+        """Refuse other sizes than the file's, whose constants belong to them; not yet batches."""
+        sizes = [max(dim.dim_value, 0) for dim in entry.type.tensor_type.shape.dim]
+        if any(sizes):
+            self.batches[entry.name] = sizes[0]
+            settings = {"sizes": [0, *sizes[1:]]}
+            check = Operator(of_sizes, [0], settings, f"input {entry.name!r}")
+            name = self._name(entry.name, "sizes")
+            self.nodes[entry.name] = self._call(name, check, [entry.name])
+            self.checks[entry.name] = check
+
+    def fix_batch(self) -> None:
+        """Refuse other batches than the file's, too."""
+        for name, check in self.checks.items():
+            check.settings["sizes"][0] = self.batches[name]
 
     def _node(self, node: Any, number: int, merged: set[int]) -> None:
         op, where = node.op_type, where_of(node, number)
@@ -348,10 +368,11 @@ class Builder:
         graph = helper.make_graph([node], "constant", infos, outputs)
         model = helper.make_model(graph, opset_imports=self.proto.opset_import)
         given = {n: value_of(v) for n, v in zip(node.input, values, strict=True) if n}
-        results = reference_evaluator(model).run(None, given)
+        # In float32 as all floats, also those of a Cast to float16.
+        made = [as_float32(np.asarray(v)) for v in reference_evaluator(model).run(None, given)]
         if node.input[0] in self.integers:
             self.integers[node.output[0]] = self.integers[node.input[0]]
-        self.constants.update(zip((o.name for o in outputs), map(np.asarray, results), strict=True))
+        self.constants.update(zip((o.name for o in outputs), made, strict=True))
         return True
 
     def _operator(self, node: Any, attributes: dict[str, Any], where: str) -> None:

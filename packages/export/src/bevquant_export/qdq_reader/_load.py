@@ -20,6 +20,7 @@ from bevquant_graph import check_kind, file_path
 from bevquant_int8sim import IntegerModel, simulate
 
 _OPSETS = range(13, 27)
+_NOISE = 1e-2  # a few integers that floats of another batch round otherwise
 _BATCH = 2  # of an open batch size: one frame would be taken for a fixed size
 _FLOATS = (1, 10, 11, 16)  # float32, float16, float64, bfloat16
 
@@ -68,9 +69,11 @@ def load_qdq_onnx(
         verify: Compare every step with the file's float arithmetic on the example inputs.
 
     Returns:
-        A model of the file's inputs. It returns one tensor, or a tuple of the file's outputs in
-        order. `bevquant_int8sim.compare(float_qdq_model(model), model, batches)` compares it layer
-        by layer.
+        A model of the file's inputs, of its sizes. The batch is open where twice the batch gives
+        twice the results, though the file fixes it. The model returns one tensor, or a tuple of the
+        file's outputs in order.
+        `bevquant_int8sim.compare(float_qdq_model(model), model, batches)` compares it layer by
+        layer.
 
     Raises:
         ValueError: There is no such file, it is no ONNX file or has no QuantizeLinear; an operator,
@@ -113,9 +116,11 @@ def load_qdq_onnx(
     with torch.no_grad():
         try:
             # Once as it is: a node's refusal is not lost in a capture's.
-            module(**example) if isinstance(example, dict) else module(*example)
+            results = module(**example) if isinstance(example, dict) else module(*example)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"{where}: {error}") from error
+        if any(builder.batches.values()) and not _follows_batch(module, example, results):
+            builder.fix_batch()
         return simulate(module, example, backend=backend, rounding=rounding, verify=verify)
 
 
@@ -232,6 +237,27 @@ def _example(builder: Builder, given: Any, where: str) -> tuple[Any, ...] | dict
         return tuple(given) if isinstance(given, tuple | list) else (given,)
     generator = torch.Generator().manual_seed(0)
     return tuple(_random(entry, builder, generator, where) for entry in builder.inputs)
+
+
+def _follows_batch(module: nn.Module, example: Any, results: Any) -> bool:
+    """Whether the module gives each result twice for twice the inputs."""
+
+    def twice(value: Tensor) -> Tensor:
+        return torch.cat([value, value]) if value.ndim else value
+
+    one = results if isinstance(results, tuple) else (results,)
+    try:
+        if isinstance(example, dict):
+            made = module(**{name: twice(value) for name, value in example.items()})
+        else:
+            made = module(*map(twice, example))
+    except (ValueError, TypeError, RuntimeError, IndexError):
+        return False
+    pairs = zip(map(twice, one), made if isinstance(made, tuple) else (made,), strict=True)
+    return all(
+        a.shape == b.shape and (a.double() - b.double()).norm() <= _NOISE * a.double().norm()
+        for a, b in pairs
+    )
 
 
 def _random(entry: Any, builder: Builder, generator: torch.Generator, where: str) -> Tensor:

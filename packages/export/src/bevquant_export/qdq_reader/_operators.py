@@ -44,6 +44,18 @@ def tensor(value: Any) -> Any:
     return torch.from_numpy(np.array(value))  # a copy: those of a file cannot be written to
 
 
+def of_sizes(value: Tensor, sizes: list[int]) -> Tensor:
+    """The value, of the file's sizes; 0 is any size."""
+    if value.ndim != len(sizes) or any(
+        n and m != n for m, n in zip(value.shape, sizes, strict=True)
+    ):
+        raise ValueError(
+            f"expected the file's sizes {sizes} (0 is any size), got {list(value.shape)}. Give "
+            "inputs of these sizes, or write the file with open sizes"
+        )
+    return value
+
+
 def numbers(value: Any, what: str) -> list[Any]:
     """A known value as a list of numbers."""
     if isinstance(value, Tensor):
@@ -165,9 +177,15 @@ OPERATORS |= {
     "GlobalAveragePool": lambda x: _pooled(x),
     "GlobalMaxPool": lambda x: x.amax(tuple(range(2, x.dim())), keepdim=True),
     "GatherElements": lambda x, index, axis=0: torch.gather(x, axis, tensor(index)),
-    "CumSum": lambda x, axis: torch.cumsum(x, _integers(axis, "axis")[0]),
+    "CumSum": lambda x, axis, **flags: _running_sum(x, _integers(axis, "axis")[0], **flags),
     "Size": lambda x: np.array(math.prod(x.shape), dtype=object),
 }
+
+
+def _running_sum(x: Tensor, axis: int, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    values = x.flip(axis) if reverse else x
+    sums = values.cumsum(axis, dtype=x.dtype) - (values if exclusive else 0)
+    return sums.flip(axis) if reverse else sums
 
 
 def _pooled(x: Tensor) -> Tensor:
