@@ -390,8 +390,11 @@ def test_errors_of_floats_are_found_where_a_verdict_depends_on_them(tmp_path: Pa
         with mock.patch.object(_compare, "_HALVES", 1.0):  # a step off is allowed anywhere
             assert not apart(passed=set())
         assert not runs.called
-        apart(passed=set(), least=2.0**-8)
+        apart(passed=set(), least=2.0**-8, known=(known := {}))
         assert runs.called
+        runs.reset_mock()
+        apart(passed=set(), known=known)
+        assert not runs.called  # the errors are known
     with mock.patch.object(_compare, "rounded_session") as sessions:
         assert not apart(passed=passed)
     assert not sessions.called

@@ -104,16 +104,17 @@ def test_errors_reach_what_rounding_does_and_little_further(
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
-@pytest.mark.parametrize(("largest", "runs"), [(2**24, 1), (2**25, 2), (2**26, 3), (2**27, 6)])
+@pytest.mark.parametrize(("size", "runs"), [(2**24, 1), (2**25, 2), (2**26, 3), (2**27, 6)])
 def test_few_perturbed_values_of_a_large_tensor_are_held_at_once(
-    calibrated: Fixture, largest: int, runs: int
+    calibrated: Fixture, size: int, runs: int
 ) -> None:
     x = torch.randn(4, 50, 6)
     integers = simulate(calibrated(Between(FUNCTIONS["norm"][0], 8), x), x)
     wanted = [step for step in integers.steps if step.op == "quantize"][-1].args[0].name
     usual = FloatErrors(integers.program, {wanted}, half=False)
     usual.run(integers, x)
-    errors = FloatErrors(integers.program, {wanted}, half=False, largest=largest)
+    sizes = {wanted: size, "a tensor that is not followed": 2**30}
+    errors = FloatErrors(integers.program, {wanted}, half=False, sizes=sizes)
     few = mock.patch.object(_float_errors, "_DRAWN", 1000)  # of 1,600 values
     with few, mock.patch.object(integers, "run", side_effect=integers.run) as run:
         errors.run(integers, x)

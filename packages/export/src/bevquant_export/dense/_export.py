@@ -28,7 +28,7 @@ from bevquant_export.dense.nodes._emit import emit
 from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.dense.nodes._profile import FP4_OPSET, INT16_OPSET, Profile, profile_of
 from bevquant_export.dense.nodes._weighted import OPSET as FLOAT8_OPSET
-from bevquant_export.dense.verify._compare import tensors_by_input, verified
+from bevquant_export.dense.verify._compare import KnownErrors, tensors_by_input, verified
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
 from bevquant_export.runtime._session import session
@@ -223,15 +223,20 @@ def export_qdq_onnx(
         signature=with_names(source, source.program.signature, inputs.values()),
         result=with_names(source, source.program.result, (name for _, name in outputs)),
     )
+    errors: KnownErrors = {}
     if chosen.half:
         from bevquant_export.dense._half_trial import recorded, typed_file
 
         seen = recorded(model, source, made, inputs)
-        typed = typed_file(file, proto, source, args, seen, verify=verify, sums=integer_sums)
+        typed = typed_file(
+            file, proto, source, args, seen, verify=verify, sums=integer_sums, errors=errors
+        )
         proto, file = typed.proto, replace(file, notes=(*file.notes, *typed.reasons))
     if verify:
         content = proto.SerializeToString()
-        file = verified(file, content, source.integer, args, integer_sums=integer_sums)
+        file = verified(
+            file, content, source.integer, args, integer_sums=integer_sums, known=errors
+        )
     proto.metadata_props.add(key="verified", value=file.verified)
     note_guards(proto, guards)
     tables = frame_tables(integer_model(source.integer))

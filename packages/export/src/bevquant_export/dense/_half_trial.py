@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._source import Source, integer_model
 from bevquant_export.dense._written import QdqFile
-from bevquant_export.dense.verify._compare import departing, refusal, required_of, tensors_by_input
+from bevquant_export.dense.verify._compare import (
+    KnownErrors,
+    departing,
+    refusal,
+    required_of,
+    tensors_by_input,
+)
 from bevquant_export.half._bounds import HEAD_ROOM
 from bevquant_export.half._intervals import RENAMED
 from bevquant_export.half._limits import LARGEST_HALF, Size, size_of
@@ -194,9 +200,20 @@ def arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def typed_file(
-    file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool, sums: bool
+    file: QdqFile,
+    proto: Any,
+    source: Source,
+    args: Any,
+    known: Known,
+    *,
+    verify: bool,
+    sums: bool,
+    errors: KnownErrors,
 ) -> Typed:
-    """A QDQ file in half precision, except for parts that then differ from the integer model."""
+    """A QDQ file in half precision, except for parts that then differ from the integer model.
+
+    Rounding errors on the example are added to `errors`.
+    """
     required = required_of(file, source.integer, args)
     notes, given = list[str](), dict[str, Any]()
     for name, inputs in hard_inputs(required, list(file.inputs), known):
@@ -229,7 +246,8 @@ def typed_file(
             try:
                 found |= departing(
                     file, content, source.integer, inputs, integer_sums=sums, inputs=name,
-                    choices=choices, found=found, passed=passed[name], least=least,
+                    choices=choices, known=errors if name == EXAMPLE else None, found=found,
+                    passed=passed[name], least=least,
                 )  # fmt: skip
             except Exception:
                 if name == EXAMPLE or not refused(name):

@@ -60,6 +60,8 @@ _FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same
 # share a step off, and where the file's biases are int32, which theirs are not.
 _FLOAT_SUMS, _FLOAT_BIASES = 0.01, 0.25
 _HALVES = 1e-4  # of values behind functions in half precision, whose errors are estimates
+KnownErrors = dict[frozenset[str], FloatErrors]
+"""Errors of one model on the same inputs, by those that are in half precision."""
 
 
 @reported_by("compare_qdq_onnx")
@@ -190,6 +192,7 @@ def compared(
     choices: StableChoices,
     *,
     outputs: bool,
+    known: KnownErrors | None = None,
     departs: Callable[[TensorDifference], bool] = lambda row: True,
     leave: Callable[[Any, Collection[str]], bool] = lambda piece, tensors: False,
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
@@ -198,6 +201,7 @@ def compared(
     Returns the quantized tensors; for each output its value in `integer` and in the file, from the
     same integers; and the result of `integer`. Differences are explained in rows that `departs`
     without an explanation. Pieces to `leave`, by their model and what they make, do not run.
+    Comparisons of one model on the same `args` share `known`.
     """
     import onnx
 
@@ -215,14 +219,13 @@ def compared(
         cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs, departs, leave)
         cut.hold(inputs_of(integer.program, args))
 
-        largest = 1
+        sizes = dict[str, int]()
 
         def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-            nonlocal largest
             named = _named(step.outputs[0], made[0])
             cut.hold(named)
             for name, value in named:
-                largest = max(largest, value.numel() if isinstance(value, Tensor) else 1)
+                sizes[name] = value.numel() if isinstance(value, Tensor) else 1
                 if name in file.integers or name in file.float8:
                     # The model's maps have channels last, the file's do not.
                     cut.compare(step, name, contiguous(value.cpu()).numpy())
@@ -233,10 +236,14 @@ def compared(
         choices.called = bool(choices.called)
         cut.finish()
     if wanted := cut.in_doubt():
-        errors = FloatErrors(integer.program, wanted, half=profile.half, largest=largest)
+        known = {} if known is None else known
+        fresh = FloatErrors(integer.program, half=profile.half, sizes=sizes)
+        errors = known.setdefault(frozenset(halves), fresh)
         # Every operator of torch takes several times longer within.
         with choices if choices.called else nullcontext():
-            errors.run(integer, args)
+            if new := wanted - errors.runs.keys():
+                errors.only(new)
+                errors.run(integer, args)
             cut.count_again(errors)
             # Six values estimate a spread to 30 %, and single values lie outside by chance.
             if cut.leaves_few():
@@ -255,7 +262,13 @@ def compared(
 
 
 def verified(
-    file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
+    file: QdqFile,
+    content: bytes,
+    integer: QdqProgram,
+    args: Any,
+    *,
+    integer_sums: bool,
+    known: KnownErrors | None = None,
 ) -> QdqFile:
     """Run the file on `args`; return its description with runtime and differences."""
     ran = ""
@@ -268,7 +281,7 @@ def verified(
     choices = StableChoices()
     with _run_by_onnxruntime("the example inputs"):
         rows, outputs, returned = compared(
-            file, content, integer, args, run_in, choices, outputs=True
+            file, content, integer, args, run_in, choices, outputs=True, known=known
         )
     # Every operation has read the integer model's integers, so differences do not accumulate.
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
@@ -299,6 +312,7 @@ def departing(
     integer_sums: bool,
     inputs: str,
     choices: StableChoices,
+    known: KnownErrors | None = None,
     found: Collection[str] = (),
     passed: set[bytes],
     least: float = 0.0,
@@ -333,8 +347,8 @@ def departing(
 
     with _run_by_onnxruntime(inputs):
         rows, outputs, _ = compared(
-            file, content, integer, args, run_in, choices, outputs=True, departs=departs,
-            leave=leave,
+            file, content, integer, args, run_in, choices, outputs=True, known=known,
+            departs=departs, leave=leave,
         )  # fmt: skip
     rows = tuple(filter(beyond, rows))
     departures = _departures(file, integer, rows, outputs, integer_sums=integer_sums)

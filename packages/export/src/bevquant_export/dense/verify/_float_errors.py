@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -90,20 +92,24 @@ class FloatErrors:
     own, and sums of integers by those of their terms. The random numbers are the same for each
     file.
 
-    `wanted` are values whose errors are requested; those of integers are zero. `largest` is the
-    number of values of the program's largest tensor. `values` and `errors` are of the same shapes,
-    for values that exist in every run.
+    `wanted` are values whose errors are requested; those of integers are zero. `sizes` are the
+    numbers of values of the program's tensors. `values` and `errors` are of the same shapes, for
+    values that exist in every run.
     """
 
     def __init__(
-        self, program: Program, wanted: Collection[str], *, half: bool, largest: int = 1
+        self,
+        program: Program,
+        wanted: Collection[str] = (),
+        *,
+        half: bool,
+        sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._program, self._half = program, half
-        at_once = (count for count in (_RUNS, 3, 2) if count * largest <= _MOST)
-        self._beside = range(next(at_once, 1))
+        self._program, self._half, self._sizes = program, half, sizes
         self._unit = _UNITS * (2.0**-11 if half else UNIT)
+        self.runs = Counter[str]()  # of each value
         self.only(wanted)
-        self._runs, self._random, self._pool = 0, np.random.default_rng(0), torch.empty(2, 0)
+        self._random, self._pool = np.random.default_rng(0), torch.empty(2, 0)
         self._moved: dict[str, list[Any]] = {}  # the perturbed values
         self._squares: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
@@ -113,7 +119,7 @@ class FloatErrors:
         self.errors: dict[str, Array] = {}
 
     def only(self, wanted: Collection[str]) -> None:
-        """Follow these values alone, all or some of the first ones, in further runs."""
+        """Follow these values alone in further runs."""
         self._wanted, needed = set(wanted), set(wanted)
         self._last: dict[str, str] = {}  # what is read to the result of its last reader
         self._calls: set[str] = set()
@@ -135,6 +141,9 @@ class FloatErrors:
             for name in step.inputs
             if self._program.values[name].form == "int32"
         }
+        largest = max((self._sizes.get(name, 1) for name in needed), default=1)
+        at_once = (count for count in (_RUNS, 3, 2) if count * largest <= _MOST)
+        self._beside = range(next(at_once, 1))
 
     def run(self, integer: QdqProgram, args: Any) -> None:
         """Run the program's model on `args` beside six perturbed runs; again adds six."""
@@ -143,9 +152,9 @@ class FloatErrors:
                 self._take(name, value, [value for _ in self._beside])
             with suppress(_Complete):
                 integer.run(args, observe=self._see)
-            self._runs += len(self._beside)
+            self.runs.update(dict.fromkeys(self._wanted, len(self._beside)))
         for name in (self._squares.keys() & self._wanted) - self._lost:
-            deviation = (self._squares[name] / self._runs).sqrt()
+            deviation = (self._squares[name] / self.runs[name]).sqrt()
             error = torch.maximum(_DEVIATIONS * deviation, _EFFECTS * self._largest[name])
             self.errors[name] = error.cpu().numpy()
 
