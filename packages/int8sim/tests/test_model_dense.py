@@ -546,3 +546,26 @@ def test_bits_seen_as_other_numbers():
     with torch.no_grad():
         wanted = net(*other)
     assert torch.allclose(simulate(net, example)(*other), wanted, atol=0.1)
+
+
+class Up(nn.Module):
+    """A transposed convolution to the size of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 4, 3, 2, 1)
+
+    def forward(self, x):
+        return self.up(F.relu(self.down(x)), output_size=x.shape[-2:])
+
+
+def test_output_size_of_a_transposed_convolution():
+    x = torch.randn(1, 3, 10, 12)
+    model = quantize_model(Up().eval(), example_inputs=x).model
+    calibrate(model, [x])
+    integers = simulate(model, x)
+    other = torch.randn(2, 3, 14, 8)
+    wanted = model(other)
+    assert (integers(other) - wanted).abs().max() < 0.01 * wanted.abs().max()
+    with pytest.raises(ValueError, match=r"expected .*x\.shape\[2\].* == 1"):
+        integers(torch.randn(1, 3, 9, 12))  # of another output padding

@@ -189,3 +189,17 @@ def test_inputs_that_the_model_refuses_are_not_tried(tmp_path: Path) -> None:
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
     (note,) = (note for note in file.notes if "not tried" in note)
     assert note.startswith("half precision is not tried on zeros: the model refuses it: IndexError")
+
+
+def test_values_that_are_all_below_the_steps_of_halves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(6, 8)
+    for parameter in net.parameters():
+        parameter.data *= 1e-4
+    model = quantize_model(net, example_inputs=x).model
+    calibrate(model, [x])
+    made = export_qdq_onnx(model, x.clone().requires_grad_(), tmp_path / "net.onnx", "tensorrt11")
+    (got,) = open_onnx(made.path)(dict.fromkeys(made.inputs, x)).values()
+    wanted = model(x).detach()
+    assert wanted.abs().max() < 2.0**-12
+    assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()

@@ -247,6 +247,8 @@ class _QuantConvTransposeNd(QuantWeighted):
         output_padding = find_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, rank, self.dilation
         )
+        # Of an output_size that follows the input: a number, and in a graph a guard on the size.
+        output_padding = tuple(map(int, output_padding))
         return _FUNCTIONS[rank](
             self.quantized_input(input),
             self.quantized_weight(),

@@ -154,7 +154,7 @@ def hard_inputs(
 
     def changed(change: Any) -> Any:
         def of(name: str, value: Tensor) -> Tensor:
-            return change(name, value) if value.is_floating_point() else value
+            return change(name, value.detach()) if value.is_floating_point() else value
 
         return with_tensors(of, names, args)
 

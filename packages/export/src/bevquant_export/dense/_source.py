@@ -234,16 +234,16 @@ def _reader_of(model: Any) -> Any:
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
-    """Inputs of the program and their values in a call.
+    """Inputs of the program and their values in a call, without gradients.
 
     A sparse tensor ``x`` gives its features, as ``x``, and its coordinates, as ``x.indices``.
     """
     for name, value in bound(program, args):
         if is_sparse_tensor(value):
-            yield name, value.features
+            yield name, value.features.detach()
             yield f"{name}.indices", value.indices
         else:
-            yield name, value
+            yield name, value.detach() if isinstance(value, Tensor) else value
 
 
 def example_of(model: Any, args: Any) -> Any:

@@ -44,6 +44,8 @@ def beyond(bound: Bound) -> str:
     if bound.largest <= LARGEST_HALF:
         if bound.whole and bound.largest > LARGEST_WHOLE:
             return f"whole numbers to {bound.largest:g}: float16 has all of them to 2,048"
+        if 0 < bound.largest < LEAST:
+            return f"its values end at {bound.largest:g}, where the step of float16 is 6e-8"
         return ""
     if np.isinf(bound.largest):
         return UNKNOWN_RANGE
