@@ -137,8 +137,9 @@ def test_more_runs_miss_no_error_by_chance(calibrated: Fixture, name: str) -> No
     errors = FloatErrors(integers.program, {wanted}, half=True)
     errors.run(integers, x)
     few = np.mean(off > errors.errors[wanted])
-    for _ in range(4):
-        errors.run(integers, x)
+    with mock.patch.object(integers, "run", side_effect=integers.run) as run:
+        errors.run(integers, x, 24)
+    assert run.call_count == 1
     more = np.mean(off > errors.errors[wanted])
     assert few > 5 * more
 

@@ -29,7 +29,7 @@ from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.nodes._graph import Array
 from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_export.dense.verify._cut import AT_ONCE, CutFile
-from bevquant_export.dense.verify._float_errors import FloatErrors
+from bevquant_export.dense.verify._float_errors import RUNS, FloatErrors
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.runtime._alike import HALF, StableChoices, alike
 from bevquant_export.runtime._session import (
@@ -248,8 +248,7 @@ def compared(
             # Six values estimate a spread to 30 %, and single values lie outside by chance.
             if cut.leaves_few():
                 errors.only(cut.in_doubt())
-                for _ in range(4):
-                    errors.run(integer, args)
+                errors.run(integer, args, 4 * RUNS)
                 cut.count_again(errors)
     rows, results = cut.rows(), cut.floats
     floats = {

@@ -41,7 +41,8 @@ from bevquant_int8sim.program import (
     replaced,
 )
 
-_RUNS = 6
+RUNS = 6
+"""Perturbed runs for a first estimate."""
 _POOL = 1 << 16
 _DRAWN = 1 << 25  # random numbers at most; larger tensors take them several times
 _MOST = 1 << 27  # values of one step in all runs at a time: half a GiB
@@ -141,13 +142,13 @@ class FloatErrors:
             for name in step.inputs
             if self._program.values[name].form == "int32"
         }
-        largest = max((self._sizes.get(name, 1) for name in needed), default=1)
-        at_once = (count for count in (_RUNS, 3, 2) if count * largest <= _MOST)
-        self._beside = range(next(at_once, 1))
+        self._most = max((self._sizes.get(name, 1) for name in needed), default=1)
 
-    def run(self, integer: QdqProgram, args: Any) -> None:
-        """Run the program's model on `args` beside six perturbed runs; again adds six."""
-        for _ in range(0, _RUNS, len(self._beside)):
+    def run(self, integer: QdqProgram, args: Any, count: int = RUNS) -> None:
+        """Add `count` perturbed runs on `args`, a multiple of six, beside runs of the model."""
+        at_once = (many for many in (count, RUNS, 3, 2) if many * self._most <= _MOST)
+        self._beside = range(next(at_once, 1))
+        for _ in range(0, count, len(self._beside)):
             for name, value in inputs_of(self._program, args):
                 self._take(name, value, [value for _ in self._beside])
             with suppress(_Complete):
