@@ -324,7 +324,7 @@ def _piece(model: ir.Model, nodes: list[ir.Node], outputs: list[ir.Value]) -> An
 
     read = dict.fromkeys([*(value for node in nodes for value in _read(node)), *outputs])
     view: Any = ir.GraphView(
-        [value for value in model.graph.inputs if value in read], outputs, nodes=nodes,
+        [value for value in read if value.is_graph_input()], outputs, nodes=nodes,
         initializers=[value for value in read if value.is_initializer()],
         opset_imports=model.graph.opset_imports, name=model.graph.name,
     )  # fmt: skip
