@@ -31,6 +31,7 @@ def switch_of(file: str, line: int) -> str:
     return " and ".join(found)
 
 
+@lru_cache(maxsize=1 << 14)
 def branch_of(file: str, line: int, other: int, name: str = "") -> str:
     """The branch of the question in `line` that another line of the same file is in.
 
@@ -110,19 +111,19 @@ def _is_size(node: ast.AST) -> bool:
 
 
 def _function(file: str, line: int) -> ast.FunctionDef | None:
-    tree = _parsed(file)
-    functions = [] if tree is None else [n for n in ast.walk(tree) if _holds(n, line)]
-    # ast.walk is breadth first, so the last one that holds the line is the innermost.
-    return next((n for n in reversed(functions) if isinstance(n, ast.FunctionDef)), None)
+    return next((f for f in reversed(_functions(file)) if _holds(f, line)), None)
 
 
 @lru_cache(maxsize=64)
-def _parsed(file: str) -> ast.Module | None:
+def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
+    """Functions of a file, each behind the one around it; none where it cannot be read."""
     try:
         with tokenize.open(file) as source:
-            return ast.parse(source.read())
+            tree = ast.parse(source.read())
     except (OSError, SyntaxError, ValueError):
-        return None
+        return ()
+    # ast.walk is breadth first.
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def _holds(node: ast.AST, line: int) -> bool:
