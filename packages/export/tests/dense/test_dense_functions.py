@@ -257,6 +257,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda x: torch.gather(x, 1, x.argsort(1)),
     "sorted": lambda x: x.sort(dim=1, descending=True, stable=True)[0] + x.argsort(stable=True),
     "index": lambda x: x.sin()[:, torch.tensor([3, 1, 0, 2])],
+    "index by int32": lambda x: x.sin()[:, torch.tensor([3, 1, 0, 2]).int(), torch.arange(4).int()],
+    "index by int32 of values": lambda x: x[:, (x[0, :, 0, 0] * 2).int().clamp(0, 3)].cos(),
+    "painted at int32": lambda x: _painted(x, slice(None), (x[0, 0, 0, :2] > 0).int() * 2),
     "mask": lambda x: x * (torch.arange(6) < 4) + x.masked_fill(x > 0.2, -1.0),
     "written to": _drawn_over,
     "grid_sample": lambda x: F.grid_sample(

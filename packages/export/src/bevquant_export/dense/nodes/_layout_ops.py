@@ -341,9 +341,13 @@ def _placed_by_mask(at: At, refs: list[Ref]) -> tuple[str, Any, int]:
 
 
 def _indexed(at: At, refs: list[Ref]) -> tuple[str, Any, int]:
-    """The same for indices, one tensor per axis."""
+    """The same for indices, one tensor per axis; ScatterND takes int64 alone."""
     spread = np.broadcast_shapes(*map(at.shape, refs))
-    wide = [at.node("Expand", ref, spread) for ref in refs]
+    wide = []
+    for ref in refs:
+        whole = at.source.dtype(ref.name) == torch.int64
+        places = at.name(ref) if whole else at.node("Cast", ref, to=TYPES[torch.int64])
+        wide.append(at.node("Expand", places, spread))
     parts = [at.node("Reshape", name, [*spread, 1]) for name in wide]
     return at.node("Concat", *parts, axis=-1), spread, len(spread)
 

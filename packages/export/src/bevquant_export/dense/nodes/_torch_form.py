@@ -20,9 +20,10 @@ from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._graph import FIRST_SHAPE_OF_PART, Graph
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_export.voxels._body import INT32, INT64
-from bevquant_int8sim.program import Ref, Step, replaced
+from bevquant_int8sim.program import Ref, Step, names_in, replaced
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_INDEXING = ("getitem", "index", "index_put")
 _FIRST_ABSENT_ROI = 13
 _LEAST = 11  # before, limits and lengths are attributes too
 # What files of operator set 13 rise to where an operator is newer (GridSample): all that 13 has
@@ -59,10 +60,12 @@ def torch_form(
     free = tuple(_free(source, name) for name in call.names)
     inputs = [number(name) if name in source.hosts else read(name) for name in call.names]
     # ONNX Runtime has Unique of 64-bit integers alone.
-    wide = "unique" in step.called and examples[0].dtype == torch.int32
-    if wide:
-        examples = (examples[0].long(), *examples[1:])
-        inputs[0] = graph.node("Cast", step.path, [inputs[0]], to=INT64)
+    unique = "unique" in step.called and examples[0].dtype == torch.int32
+    wide = call.names[:1] if unique else call.places
+    for i, name in enumerate(call.names):
+        if name in wide and getattr(examples[i], "dtype", None) == torch.int32:
+            examples = (*examples[:i], examples[i].long(), *examples[i + 1 :])
+            inputs[i] = graph.node("Cast", step.path, [inputs[i]], to=INT64)
     made = source.shapes[step.outputs[0]]
     count = len(made) if made and isinstance(made[0], tuple) else 1
     key = call.key(examples, free)
@@ -81,7 +84,7 @@ def torch_form(
         _remember(key, form)
     proto, graph.opset = form
     names = _spliced(graph, step.path, proto, inputs)
-    if wide:
+    if unique:
         names[0] = graph.node("Cast", step.path, [names[0]], to=INT32)
     return names if made and isinstance(made[0], tuple) else names[0]
 
@@ -91,6 +94,7 @@ class _Call(nn.Module):
 
     Attributes:
         names: Values that `forward` takes, in order.
+        places: Values that index another one: int64 in ONNX (GatherND, ScatterND).
     """
 
     def __init__(self, step: Step, given: Any, constants: Mapping[str, Tensor]) -> None:
@@ -100,12 +104,15 @@ class _Call(nn.Module):
         self._given = given
         self._values: dict[str, str] = {}
         self.names: list[str] = []
+        self.places = names_in(step.args[1:2]) if step.called in _INDEXING else []
 
         def note(ref: Ref) -> Ref:
             if ref.name in constants:
                 if ref.name not in self._values:
                     self._values[ref.name] = buffer = f"constant{len(self._values)}"
-                    self.register_buffer(buffer, constants[ref.name].detach().clone())
+                    value = constants[ref.name].detach().clone()
+                    indexes = ref.name in self.places and value.dtype == torch.int32
+                    self.register_buffer(buffer, value.long() if indexes else value)
             elif ref.name not in self.names:
                 self.names.append(ref.name)
             return ref
