@@ -296,7 +296,7 @@ def numpy_traced() -> Iterator[None]:
     def arange(*ends: Any, **kwargs: Any) -> Any:
         if not any(isinstance(end, torch.SymInt) for end in ends):
             return np_arange(*ends, **kwargs)
-        return TracedArray(tnp.arange(*ends, **kwargs).tensor, frozenset())
+        return _computed(tnp.arange, ends, kwargs)
 
     def from_numpy(array: Any) -> Tensor:
         return array.tensor if is_traced(array) else shared(array)
