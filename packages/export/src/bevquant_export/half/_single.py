@@ -49,8 +49,9 @@ _PAIRS = {"QuantizeLinear", "DequantizeLinear", FP4_QUANTIZE}
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 # What an engine fuses into the layer or the pair beside it.
 _BETWEEN = set(
-    "Relu Clip LeakyRelu Add Concat MaxPool AveragePool GlobalAveragePool Resize Reshape Transpose "
-    "Slice Pad DepthToSpace Expand Tile Identity Flatten Squeeze Unsqueeze".split()
+    "Relu Clip LeakyRelu Add Concat MaxPool AveragePool GlobalAveragePool ReduceMean Resize "
+    "Reshape Transpose Slice Pad DepthToSpace Expand Tile Identity Flatten Squeeze "
+    "Unsqueeze".split()
 )
 # What computes nothing: before a pair and something in half precision it stays float32 for both.
 _LAYOUT = set("Reshape Transpose Slice Squeeze Unsqueeze Flatten Identity".split())
@@ -59,7 +60,7 @@ _PLACES = {"Floor", "Ceil", "Round", "Mod"}
 _ARGUMENTS = _BETWEEN | set(
     "Sigmoid Softmax LogSoftmax Log Exp Mul Sub Div Max Min Neg Abs Where ReduceMax Gather "
     "GatherElements GatherND ScatterElements ScatterND Sqrt Reciprocal Pow Sin Cos Tanh Sum Mean "
-    "CumSum ReduceSum ReduceMean ReduceMin ReduceL1 ReduceL2 ReduceSumSquare ReduceProd Floor Ceil "
+    "CumSum ReduceSum ReduceMin ReduceL1 ReduceL2 ReduceSumSquare ReduceProd Floor Ceil "
     "Round Mod Cast".split()
 )
 _INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
