@@ -94,10 +94,12 @@ def test_results_of_autograd_are_detached() -> None:
             self.places = nn.Embedding(3, 2)
             self.register_buffer("grid", self.places.weight * 2)
             self.first = self.grid[0]
+            self.cache = {"cpu": [self.grid[1]]}
 
     model = Anchors()
     made = copied(model, "test")
     assert torch.equal(made.grid, model.grid)
     assert torch.equal(made.first, model.first)
+    assert torch.equal(made.cache["cpu"][0], model.cache["cpu"][0])
     assert made.grid.is_leaf
     assert made.grid is not model.grid

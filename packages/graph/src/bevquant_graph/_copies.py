@@ -24,8 +24,8 @@ def copied(
 
     ``copy.deepcopy`` does not copy functions. Here a hook or an attribute that is a closure over
     modules or tensors of the model becomes a closure over those of the copy. Results of autograd
-    among attributes and buffers, which it does not copy either, are detached. Attributes that are
-    Python modules (``self.np = numpy``) are the model's own.
+    among buffers, attributes and their members, which it does not copy either, are detached. Python
+    modules among them (``self.np = numpy``) are the model's own.
 
     Args:
         model: It is not changed.
@@ -62,12 +62,17 @@ def copied(
 def _memo(model: nn.Module) -> dict[int, Any]:
     """Memo of `copy.deepcopy` for members that it refuses: autograd's results, Python modules."""
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for _, value in _own(module):
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-            elif isinstance(value, types.ModuleType):
-                memo[id(value)] = value
+    pending = [value for module in model.modules() for _, value in _own(module)]
+    seen = set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+        elif isinstance(value, types.ModuleType):
+            memo[id(value)] = value
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            pending += value.values() if isinstance(value, dict) else value
     return memo
 
 
