@@ -73,8 +73,8 @@ class Builder:
         self.on_grid: dict[str, Grid] = {}  # floats that lie on a grid of one scale
         self.integers: dict[str, Grid] = {}  # what QuantizeLinear gives, held as floats
         self.grids: dict[str, Grid] = {}
-        self.checks: dict[str, Operator] = {}  # of the sizes of inputs
-        self.batches: dict[str, int] = {}  # fixed by the file, or 0
+        # Of the sizes of inputs, each with the batch that the file fixes, or 0.
+        self.checks: list[tuple[Operator, int]] = []
         self.non_negative: set[str] = set()
         self.sizes: set[str] = set()  # computed of sizes alone, which functions hold as arrays
         self.makers = {name: node.op_type for node in proto.graph.node for name in node.output}
@@ -118,17 +118,16 @@ class Builder:
         """Refuse other sizes than the file's, whose constants belong to them; not yet batches."""
         sizes = [max(dim.dim_value, 0) for dim in entry.type.tensor_type.shape.dim]
         if any(sizes):
-            self.batches[entry.name] = sizes[0]
             settings = {"sizes": [0, *sizes[1:]]}
             check = Operator(of_sizes, [0], settings, f"input {entry.name!r}")
             name = self._name(entry.name, "sizes")
             self.nodes[entry.name] = self._call(name, check, [entry.name])
-            self.checks[entry.name] = check
+            self.checks.append((check, sizes[0]))
 
     def fix_batch(self) -> None:
         """Refuse other batches than the file's, too."""
-        for name, check in self.checks.items():
-            check.settings["sizes"][0] = self.batches[name]
+        for check, batch in self.checks:
+            check.settings["sizes"][0] = batch
 
     def _node(self, node: Any, number: int, merged: set[int]) -> None:
         op, where = node.op_type, where_of(node, number)

@@ -119,7 +119,8 @@ def load_qdq_onnx(
             results = module(**example) if isinstance(example, dict) else module(*example)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"{where}: {error}") from error
-        if any(builder.batches.values()) and not _follows_batch(module, example, results):
+        fixed = any(batch for _, batch in builder.checks)
+        if fixed and not _follows_batch(module, example, results):
             builder.fix_batch()
         return simulate(module, example, backend=backend, rounding=rounding, verify=verify)
 
