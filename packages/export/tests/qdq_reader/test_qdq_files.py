@@ -21,7 +21,12 @@ from onnxruntime.quantization import (
 )
 from torch import Tensor, nn
 
-from bevquant_export import export_qdq_onnx, float_qdq_model, load_qdq_onnx
+from bevquant_export import (
+    export_float_onnx,
+    export_qdq_onnx,
+    float_qdq_model,
+    load_qdq_onnx,
+)
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import IntegerModel, compare, simulate
 from bevquant_qnn import quantize_model
@@ -133,6 +138,36 @@ def test_static_quantization(
     # A ReLU or ReLU6 that ONNX Runtime left out is in the float model all the same.
     sqnr = {r.path: r.fake_sqnr_db for r in table.rows if r.form != "int32"}
     assert min(v for v in sqnr.values() if v is not None) > 20, sqnr
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("activation", "options"),
+    [
+        (nn.ReLU(), {"CalibTensorRangeSymmetric": True}),  # a signed quantizer is in its place
+        (nn.Hardtanh(0.1, 0.8), {}),  # a quantizer from 0 is
+        (nn.Hardtanh(-0.3, 0.7), {}),  # its quantizer's ends are up to half a step away
+    ],
+)
+def test_an_activation_that_the_quantizer_does_not_stand_for(
+    activation: nn.Module, options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), activation, nn.Conv2d(4, 2, 3)).eval()
+    source, path = tmp_path / "float.onnx", tmp_path / "quantized.onnx"
+    (name,) = export_float_onnx(net, IMAGE, source).inputs
+    quantize_static(
+        source, path, Frames(name), quant_format=QuantFormat.QDQ, extra_options=options,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+    )  # fmt: skip
+    want = load_qdq_onnx(path)(IMAGE)
+    if options or activation.min_val > 0:
+        with pytest.raises(ValueError, match=r"reach further than .*QDQKeepRemovableActivations"):
+            load_qdq_onnx(path, float_file=source)
+    else:
+        model = load_qdq_onnx(path, float_file=source)
+        assert torch.equal(model(IMAGE), want)
+        assert not compare(float_qdq_model(model), model, [IMAGE]).wrong
 
 
 def test_without_the_float_file_it_is_the_file_without_quantizers(

@@ -218,12 +218,15 @@ class Builder:
             op = ""
         if not op or x in self.non_negative or self.makers.get(x, "Relu") in ("Relu", "Clip"):
             return x
-        if grid.float_bits is not None:
+        bounds = grid.within(*(slots[1:] if op == "Clip" else [np.zeros(()), None]))
+        if bounds is None:
             raise ValueError(
-                f"its FP8 numbers have a sign, and the {op} of the float file in front of it is "
-                "left out (ONNX Runtime 1.32 does that). Quantize again with extra_options="
+                f"its numbers reach further than the {op} of the float file in front of it, which "
+                "is left out (ONNX Runtime 1.32 does that). Quantize again with extra_options="
                 "{'QDQKeepRemovableActivations': True}, or load the file alone, as it is"
             )
+        if op == "Clip":
+            slots = [0, *bounds]
         name = self._name(x, op.lower())
         module = Operator(OPERATORS[op], slots, {}, name)
         self.nodes[name] = self._call(name, module, [x])

@@ -58,6 +58,19 @@ class Grid:
         """Whether no stored integer stands for a negative value."""
         return bool(np.all(self.zero == self.bounds[0]))
 
+    def within(self, low: Array | None, high: Array | None) -> list[Array] | None:
+        """Bounds of a Clip that changes no integer; None where the integers reach further.
+
+        A tool rounds the zero point, which moves both ends by up to half a step, and the bounds
+        with them.
+        """
+        ends = [(n - self.zero) * self.scale.astype(np.float64) for n in self.bounds]
+        bottom, top, slack = ends[0].min(), ends[1].max(), 0.51 * self.scale.max()
+        low, high = bottom if low is None else low, top if high is None else high
+        if low > bottom + slack or high < top - slack:
+            return None
+        return [np.float32(min(low, bottom)), np.float32(max(high, top))]
+
     def same(self, other: Grid) -> bool:
         """Whether the integers of both stand for the same values."""
         axes = self.single or (self.axis, self.block) == (other.axis, other.block)
