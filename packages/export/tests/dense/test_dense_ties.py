@@ -23,6 +23,7 @@ from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
 from bevquant_export.dense._source import program_of
 from bevquant_export.dense.verify import _compare
 from bevquant_export.dense.verify._float_errors import FloatErrors
+from bevquant_export.dense.verify._pieces import Pieces
 from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary, products_at
 from bevquant_export.runtime._alike import StableChoices
 from bevquant_int8sim import program, simulate
@@ -374,8 +375,9 @@ def test_errors_of_floats_are_found_where_a_verdict_depends_on_them(tmp_path: Pa
     calibrate(model, [x])
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11", verify=False)
     choices = StableChoices()
+    integer = program_of(model, x, verify=False)
     apart = partial(
-        _compare.departing, file, file.path.read_bytes(), program_of(model, x, verify=False), (x,),
+        _compare.departing, Pieces(file, file.path.read_bytes(), integer.program), integer, (x,),
         integer_sums=False, inputs="the example", choices=choices,
     )  # fmt: skip
     run, passed = FloatErrors.run, set[bytes]()

@@ -13,7 +13,7 @@ ir = pytest.importorskip("onnx_ir", reason="onnx_ir is not installed")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
-from bevquant_export.dense.verify._cut import pieces_of  # noqa: E402
+from bevquant_export.dense.verify._pieces import pieces_of  # noqa: E402
 
 
 def value(name: str) -> Any:

@@ -21,6 +21,7 @@ from bevquant_export.dense.verify._compare import (
     required_of,
     tensors_by_input,
 )
+from bevquant_export.dense.verify._pieces import Pieces
 from bevquant_export.half._bounds import HEAD_ROOM
 from bevquant_export.half._intervals import RENAMED
 from bevquant_export.half._limits import LARGEST_HALF, Size, size_of
@@ -239,13 +240,14 @@ def typed_file(
         return measured(proto, frames, names)
 
     def apart(typed: Typed) -> set[str]:
-        content, found = typed.proto.SerializeToString(), set[str]()
+        found = set[str]()
+        pieces = Pieces(file, typed.proto.SerializeToString(), source.integer.program)
         for name, inputs in list(given.items()):
             # The file that is written is verified on the example, where all must be explained.
             least = 0.0 if name == EXAMPLE else HALF
             try:
                 found |= departing(
-                    file, content, source.integer, inputs, integer_sums=sums, inputs=name,
+                    pieces, source.integer, inputs, integer_sums=sums, inputs=name,
                     choices=choices, known=errors if name == EXAMPLE else None, found=found,
                     passed=passed[name], least=least,
                 )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from bevquant_export.runtime._plugins import without_plugins
 from bevquant_graph import flatten, rebuild
 from bevquant_quantizers.plugins import importable
 
+version = cache(metadata.version)  # which reads files
 _FLOAT16 = 10  # TensorProto's number
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 

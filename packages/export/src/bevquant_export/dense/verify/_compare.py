@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,11 @@ from bevquant_export.dense.nodes._graph import Array
 from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_export.dense.verify._cut import AT_ONCE, CutFile
 from bevquant_export.dense.verify._float_errors import RUNS, FloatErrors
+from bevquant_export.dense.verify._pieces import Piece, Pieces
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.runtime._alike import HALF, StableChoices, alike
 from bevquant_export.runtime._session import (
     any_session,
-    computes_in_half,
-    half_inputs,
     in_half,
     rounded_session,
     session,
@@ -131,7 +129,6 @@ def compare_qdq_onnx(
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
-    content = file.path.read_bytes()
 
     def run_in(proto: Any, runner: str) -> Any:
         with reading(file.path, "compare_qdq_onnx"):
@@ -140,7 +137,8 @@ def compare_qdq_onnx(
     choices = StableChoices()
     with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError):
         try:
-            rows, _, _ = compared(file, content, integer, args, run_in, choices, outputs=False)
+            pieces = Pieces(file, file.path.read_bytes(), integer.program)
+            rows, _, _ = compared(pieces, integer, args, run_in, choices, outputs=False)
         except Exception as error:
             if not _of_onnxruntime(error):
                 raise
@@ -184,8 +182,7 @@ def _of_onnxruntime(error: Exception) -> bool:
 
 
 def compared(
-    file: QdqFile,
-    content: bytes,
+    pieces: Pieces,
     integer: QdqProgram,
     args: Any,
     run_in: Callable[..., Any],
@@ -194,19 +191,16 @@ def compared(
     outputs: bool,
     known: KnownErrors | None = None,
     departs: Callable[[TensorDifference], bool] = lambda row: True,
-    leave: Callable[[Any, Collection[str]], bool] = lambda piece, tensors: False,
+    leave: Callable[[Piece], bool] = lambda piece: False,
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
     """Result of `compare_qdq_onnx`, and the float outputs.
 
     Returns the quantized tensors; for each output its value in `integer` and in the file, from the
     same integers; and the result of `integer`. Differences are explained in rows that `departs`
-    without an explanation. Pieces to `leave`, by their model and what they make, do not run.
-    Comparisons of one model on the same `args` share `known`.
+    without an explanation. Pieces to `leave` do not run. Comparisons of one model on the same
+    `args` share `known`.
     """
-    import onnx
-
-    profile = profile_of(file.profile)
-    halves = half_inputs(onnx.ModelProto.FromString(content)) if profile.half else set()
+    file, halves = pieces.file, pieces.halves
     args = required_of(file, integer, args)
     args = in_half(args, tensors_by_input(file, args), halves) if halves else args
     inputs = {
@@ -216,7 +210,7 @@ def compared(
         for name, value in tensors_by_input(file, args).items()
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs, departs, leave)
+        cut = CutFile(pieces, inputs, run_in, pool, outputs, departs, leave)
         cut.hold(inputs_of(integer.program, args))
 
         sizes = dict[str, int]()
@@ -237,7 +231,7 @@ def compared(
         cut.finish()
     if wanted := cut.in_doubt():
         known = {} if known is None else known
-        fresh = FloatErrors(integer.program, half=profile.half, sizes=sizes)
+        fresh = FloatErrors(integer.program, half=pieces.profile.half, sizes=sizes)
         errors = known.setdefault(frozenset(halves), fresh)
         # Every operator of torch takes several times longer within.
         with choices if choices.called else nullcontext():
@@ -279,8 +273,9 @@ def verified(
 
     choices = StableChoices()
     with _run_by_onnxruntime("the example inputs"):
+        pieces = Pieces(file, content, integer.program)
         rows, outputs, returned = compared(
-            file, content, integer, args, run_in, choices, outputs=True, known=known
+            pieces, integer, args, run_in, choices, outputs=True, known=known
         )
     # Every operation has read the integer model's integers, so differences do not accumulate.
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
@@ -303,8 +298,7 @@ def verified(
 
 
 def departing(
-    file: QdqFile,
-    content: bytes,
+    pieces: Pieces,
     integer: QdqProgram,
     args: Any,
     *,
@@ -323,14 +317,12 @@ def departing(
     integer, need no explanation. `inputs` is the name of `args` in messages. Runs of one model
     share `choices`.
     """
-    ran: dict[bytes, Collection[str]] = {}
+    file, ran = pieces.file, list[Piece]()
 
-    def leave(piece: Any, tensors: Collection[str]) -> bool:
-        # Its metadata are the file's.
-        key = sha256(piece.graph.SerializeToString(deterministic=True)).digest()
-        if key in passed or not computes_in_half(piece):
+    def leave(piece: Piece) -> bool:
+        if not piece.in_half or piece.key in passed:
             return True
-        ran[key] = tensors
+        ran.append(piece)
         return False
 
     def run_in(proto: Any, runner: str) -> Any:
@@ -346,14 +338,14 @@ def departing(
 
     with _run_by_onnxruntime(inputs):
         rows, outputs, _ = compared(
-            file, content, integer, args, run_in, choices, outputs=True, known=known,
-            departs=departs, leave=leave,
+            pieces, integer, args, run_in, choices, outputs=True, known=known, departs=departs,
+            leave=leave,
         )  # fmt: skip
     rows = tuple(filter(beyond, rows))
     departures = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
     # A choice that half precision swaps is computed in float32.
     apart = {tensor for tensor, _ in departures} | {row.tensor for row in _swapped(file, rows)}
-    passed.update(key for key, tensors in ran.items() if apart.isdisjoint(tensors))
+    passed.update(p.key for p in ran if apart.isdisjoint((*p.makes.values(), *p.own)))
     return apart
 
 
