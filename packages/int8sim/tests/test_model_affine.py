@@ -88,20 +88,25 @@ def test_constants_are_added_as_integers_and_all_is_compared(model: Any) -> None
 class Resized(nn.Module):
     """A map made larger, read by two quantizers, one behind a ReLU with the wider range."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str) -> None:
         super().__init__()
+        self.mode = mode
         self.read, self.low, self.high = (AffineQuantizer(step) for step in (0.04, 0.01, 0.03))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = F.interpolate(self.read(x), scale_factor=2.0)
+        y = F.interpolate(self.read(x), size=(13, 11), mode=self.mode)
         return self.low(y), self.high(torch.relu(y))
 
 
-def test_a_resized_map_read_in_two_ranges_is_verified() -> None:
-    x = torch.linspace(-5, 5, 128).view(1, 2, 8, 8)
-    net = Resized().eval()
-    for got, wanted in zip(simulate(net, x)(x), net(x), strict=True):
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_a_resized_map_read_in_two_ranges_is_verified(mode: str) -> None:
+    """Interpolated values are rounded once, to the reader's steps."""
+    x = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0)) * 3
+    net = Resized(mode).eval()
+    model = simulate(net, x)
+    for got, wanted in zip(model(x), net(x), strict=True):
         assert torch.equal(got, wanted)
+    assert not compare(net, model, [x]).wrong
 
 
 @pytest.mark.bits

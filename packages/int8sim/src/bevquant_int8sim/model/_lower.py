@@ -32,6 +32,7 @@ from bevquant_int8sim.model._operation import (
     RequiredTypes,
     addend_form,
     find_required_types,
+    interpolated_form,
 )
 from bevquant_int8sim.model._program import Program, Value
 from bevquant_int8sim.model._step import (
@@ -307,14 +308,18 @@ class _Lowering:
             self._from_float(operation, self._moved(operation, RequiredType(FLOAT)), required_types)
             return
         for required in required_types:
-            # Interpolated before it is clamped: the mean of clamped values is another value.
-            through = RequiredType(required.form) if operation.linear else required
+            through = required
+            if operation.linear:
+                # Before it is clamped: the mean of clamped values is another value.
+                through = interpolated_form(self._made_by[operation.moved[0]], required)
             if (operation.output, through) not in self.have:
                 self._moved(operation, through)
-            if through != required:  # a ReLU as a step of its own, in the form of its input
-                value = Ref(self.have[operation.output, through])
+            value = self.have[operation.output, through]
+            if through.form != required.form:
+                self._from_float(operation, value, (required,))
+            elif through != required:  # a ReLU as a step of its own, in the form of its input
                 made = self._new(operation.output, required)
-                self.steps.append(Relu(operation.path, (value,), (made,), **_stored(required)))
+                self.steps.append(Relu(operation.path, (Ref(value),), (made,), **_stored(required)))
 
     def _moved(self, operation: Operation, required: RequiredType) -> str:
         """The move in one form."""

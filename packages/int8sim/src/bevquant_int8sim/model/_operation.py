@@ -113,6 +113,16 @@ def addend_form(operation: Operation, addends: Mapping[str, Integers]) -> Any:
     return addends.get(operation.output, ACCUMULATORS)
 
 
+def interpolated_form(read: Operation, required: RequiredType) -> RequiredType:
+    """Form in which a move that mixes values is done: before a ReLU, with one rounding.
+
+    Integers of another scale than the reader's are mixed as floats. Accumulators are rounded to the
+    reader's integers first.
+    """
+    other = isinstance(read.natural, Integers) and required.form != read.natural
+    return RequiredType(FLOAT if other else required.form)
+
+
 class _Walk:
     def __init__(self, operations: Operations, addends: Mapping[str, Integers]) -> None:
         self.all = operations
@@ -195,7 +205,8 @@ class _Walk:
     def _visit_move(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         passed = required_types if operation.output in self.follows else (RequiredType(FLOAT),)
         if operation.linear:
-            passed = tuple(dict.fromkeys(RequiredType(required.form) for required in passed))
+            read = self._made_by[operation.moved[0]]
+            passed = tuple(dict.fromkeys(interpolated_form(read, r) for r in passed))
         for name in names_in((operation.args, operation.kwargs)):
             if name in operation.moved:
                 for required in passed:
