@@ -136,6 +136,19 @@ def test_an_axis_that_is_squeezed_is_gone_for_the_next_operator(squeezed: Any) -
         graph.replay(torch.randn(2, 3, 8, 6))
 
 
+def test_a_height_that_layers_reduce_to_one_is_squeezed() -> None:
+    """As in a range image whose rows strided layers reduce to one sequence."""
+
+    def sequence(x: Tensor) -> Tensor:
+        x = F.conv2d(F.conv2d(x, torch.ones(4, 4, 2, 1), stride=(2, 1)), torch.ones(4, 4, 4, 1))
+        return x.relu().squeeze(2).permute(2, 0, 1).relu()
+
+    net = Net(sequence).eval()
+    graph = capture(net, torch.randn(1, 3, 8, 6))
+    x = torch.randn(2, 3, 8, 9)
+    assert torch.equal(graph.replay(x), net(x))
+
+
 def test_what_torch_asks_of_strides_and_kernels_is_no_guard() -> None:
     def written(x: Tensor) -> Tensor:
         y = x.clone()

@@ -459,8 +459,9 @@ def _fix_squeezed(x: Any, dim: int | tuple[int, ...] | None = None) -> None:
     for axis in axes if x.dim() else ():
         size = x.shape[axis]
         # Results of later operators, as of `torch.where`, would have another number of axes.
-        if isinstance(size, torch.SymInt) and size.node.hint == 1:
-            bool(size == 1)  # torch notes the answer as a guard
+        # torch notes the answer as a guard, but keeps an earlier "unknown" of computed sizes.
+        if isinstance(size, torch.SymInt) and size.node.hint == 1 and size == 1:
+            type(size.node.shape_env)._maybe_evaluate_static.cache_clear()
 
 
 def _is_open(value: Any) -> bool:

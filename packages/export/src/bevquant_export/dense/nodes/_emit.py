@@ -90,7 +90,16 @@ def emit(
     The arguments are those of `Emitter`.
     """
     emitter = Emitter(source, graph, inputs, integer_sums)
-    for step in source.program.steps:
+    asked = {name for step in decisions(integer_model(source.integer)) for name in step.outputs}
+    read, steps = asked.union(names_in(source.program.result)), list[Step]()
+    for step in reversed(source.program.steps):
+        # What only an author's check reads decides nothing, and an engine may not import it.
+        if isinstance(step, Coordinates) or not read.isdisjoint(step.outputs):
+            read.update(step.inputs)
+        elif not isinstance(step, NumberCall):
+            continue
+        steps.append(step)
+    for step in reversed(steps):
         emitter.add(step)
     for name in names_in(source.program.result):  # coordinates among them
         emitter.give(name)
