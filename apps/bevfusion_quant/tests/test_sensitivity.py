@@ -248,7 +248,7 @@ def test_the_command_prints_the_table_and_the_plan(
     printed = capsys.readouterr().out
     assert "KL divergence, negative, of the head's heat map, 1 frame, 6 groups of layers" in printed
     assert "decoder.neck.quant_concat" in printed
-    assert "Plan for score=-1: 6 int8; estimated time 1 times int8's" in printed
+    assert "Plan for score=-1: 6 int8; estimated time 1 and size 1 times int8's" in printed
     assert (runs / "sensitivity/plan.json").exists()
 
 

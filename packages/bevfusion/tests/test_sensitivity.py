@@ -43,7 +43,7 @@ def made_up() -> SensitivityOutcome:
     )
     table = SensitivityTable("sqnr", 144.5, 19.0, rows, 3)
     groups = [PlannedGroup(row.modules, "float" if i < 3 else "int8") for i, row in enumerate(rows)]
-    plan = PrecisionPlan(tuple(groups), 1.2, 31.0, "sqnr")
+    plan = PrecisionPlan(tuple(groups), 1.2, 31.0, "sqnr", size=1.1)
     return SensitivityOutcome(table, "decoder.neck", ("int8", "int16"), plan, "time=1.2")
 
 
@@ -59,7 +59,7 @@ def test_the_text_has_the_worst_first() -> None:
     share = (1 - 10**-0.05) / (1 - 10 ** (-0.05 * GROUPS))
     assert f"{share:.1%}" in lines[2]
     assert "+1.0" in lines[2]
-    assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2 times int8's")
+    assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2 and size 1.1 ")
 
 
 def test_plans_over_time_in_text_and_picture() -> None:
@@ -90,6 +90,13 @@ def test_plans_over_time_in_text_and_picture() -> None:
     measured = outcome.summary()["measured"]
     assert measured[0] == {"time": 1.0, "score": 18.0}
     assert measured[1] == {"time": 1.5, "score": 28.0, "low": 27.0, "high": 31.0}
+    by_size = tuple(replace(plan, size=t, score=s) for t, s in ((0.5, 20.0), (1.0, 30.0)))
+    by_size = replace(outcome, front=by_size, budget="size=0.7")
+    assert sensitivity_text(by_size)[-1].splitlines()[-1].split()[:2] == ["1.00", "30.0"]
+    assert by_size.summary()["measured"][0] == {"size": 1.0, "score": 18.0}
+    picture = front_picture(by_size)
+    assert picture is not None
+    assert picture["ends"][:2] == ["0.50", "2.00"]
     assert front_picture(made_up()) is None
 
 

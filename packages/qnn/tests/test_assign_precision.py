@@ -47,13 +47,14 @@ def measured():
     return model, images, table
 
 
-def every_plan(table, costs):
+def every_plan(table, costs, operations=None):
     """(time, loss) of all plans of measured precisions and float."""
+    operations = operations or [row.operations for row in table]
     costs = {name: cost for name, cost in costs.items() if name in {*table.rows[0].alone, "float"}}
-    whole = sum(row.operations for row in table) * costs["int8"]
+    whole = sum(operations) * costs["int8"]
     for names in itertools.product(costs, repeat=len(table.rows)):
         pairs = list(zip(table.rows, names, strict=True))
-        time = sum(row.operations * costs[name] for row, name in pairs) / whole
+        time = sum(n * costs[name] for n, name in zip(operations, names, strict=True)) / whole
         yield time, sum(table.loss(row, name) for row, name in pairs)
 
 
@@ -64,6 +65,41 @@ def test_no_plan_of_the_same_time_is_better(measured, time):
     best = min(loss for cost, loss in every_plan(table, BIT_OPERATIONS) if cost <= time + 1e-9)
     assert plan.time <= time * (1 + 1e-9)
     assert plan.score == pytest.approx(table.score(best), abs=1e-9)
+
+
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "int16": 8, "float": 16}  # of a weight
+
+
+@pytest.mark.parametrize("size", [0.5, 0.7, 1.0, 1.5, 2.0])
+def test_no_plan_of_the_same_size_is_better(measured, size):
+    model, _, table = measured
+    weights = [model.get_submodule(row.name).weight.numel() for row in table]
+    plan = assign_precision(model, table, Budget(size=size))
+    best = min(loss for cost, loss in every_plan(table, BITS, weights) if cost <= size + 1e-9)
+    assert plan.size <= size * (1 + 1e-9)
+    assert plan.score == pytest.approx(table.score(best), abs=1e-9)
+
+
+@pytest.mark.parametrize(("time", "size"), [(0.8, 0.9), (1.2, 0.7), (1.8, 0.8), (2.5, 1.5)])
+def test_two_limits_are_kept_and_cost_little(measured, time, size):
+    model, _, table = measured
+    weights = [model.get_submodule(row.name).weight.numel() for row in table]
+    both = zip(every_plan(table, BIT_OPERATIONS), every_plan(table, {**BITS}, weights), strict=True)
+    best = min(loss for (t, loss), (s, _) in both if t <= time and s <= size)
+    plan = assign_precision(model, table, Budget(time=time, size=size))
+    assert (plan.time <= time, plan.size <= size) == (True, True)
+    assert plan.score > table.score(best) - 0.5
+
+
+def test_a_front_by_size_has_the_best_plan_of_each_size(measured):
+    model, _, table = measured
+    plans = plan_front(model, table, 5, by_size=True)
+    assert [plan.size for plan in plans] == sorted({plan.size for plan in plans})
+    assert (plans[0].size, plans[-1].size) == (pytest.approx(0.5), pytest.approx(2.0))
+    for plan in plans:
+        assert plan.score == pytest.approx(
+            assign_precision(model, table, Budget(size=plan.size)).score
+        )
 
 
 def test_the_front_has_the_best_plan_of_each_time(measured):
@@ -240,13 +276,15 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(measured):
         assign_precision(other, table, Budget(time=1))
     with pytest.raises(ValueError, match=r"the fastest takes 0\.5"):
         assign_precision(model, table, Budget(time=0.2))
+    with pytest.raises(ValueError, match=r"no plan takes 0\.4 of .* size; .*smallest 0\.5"):
+        assign_precision(model, table, Budget(size=0.4))
     with pytest.raises(ValueError, match=r"no plan reaches sqnr 200; float has 144\.5"):
         assign_precision(model, table, Budget(score=200))
     with pytest.raises(ValueError, match="no quantized layer lies at 9"):
         PrecisionPlan.by_hand(model, {"9": "int8"})
     with pytest.raises(ValueError, match="one for 'int8'"):
         assign_precision(model, table, Budget(time=1), costs={"float": 1.0})
-    for wrong in ({}, {"score": 1.0, "time": 1.0}, {"time": math.nan}):
+    for wrong in ({}, {"score": 1.0, "size": 1.0}, {"time": math.nan}):
         with pytest.raises(ValueError, match="Budget takes"):
             Budget(**wrong)
 
@@ -263,8 +301,11 @@ def test_a_plan_tells_what_it_changes_and_under_what_ranges_are_searched():
     assert "weights of 4 bits" in told["e"]
 
 
-@pytest.mark.parametrize("text", ["", "time", "time=fast", "time=nan", "cost=1", "1.2"])
+@pytest.mark.parametrize(
+    "text", ["", "time", "time=fast", "time=nan", "cost=1", "1.2", "time=1,time=2"]
+)
 def test_a_budget_that_says_something_else_is_refused(text):
     assert Budget.parse("score=35") == Budget(score=35.0)
-    with pytest.raises(ValueError, match=r"write time=1\.2, .* or score=35"):
+    assert Budget.parse("time=1.2, size=0.7") == Budget(time=1.2, size=0.7)
+    with pytest.raises(ValueError, match=r"write time=1\.2 or size=.* or score=35"):
         Budget.parse(text)

@@ -82,6 +82,13 @@ def refined(small, budget, **options):
     return refine_plan(small.model, plan, small.batches, small.table, budget, **options)
 
 
+def size_of(model, kinds):
+    """Bits of weights at these precisions, of their bits in int8."""
+    weights = [m.weight.numel() for m in model.modules() if hasattr(m, "_weight_quantizer")]
+    bits = {"int4": 4, "int8": 8, "float": 16}
+    return sum(map(math.prod, zip(weights, map(bits.get, kinds), strict=True))) / sum(weights) / 8
+
+
 def kinds_of(plan):
     return tuple(group.precision for group in plan)
 
@@ -95,6 +102,19 @@ def test_comes_to_the_best_of_all_plans_in_a_time(small, time):
     assert found.plan.score > best - 0.15
     assert found.tried == len(found.measured) < len(small.every) / 4
     assert (found.plan.time, found.plan.score) in found.measured
+
+
+def test_comes_to_the_best_of_all_plans_of_a_size(small):
+    sizes = {kinds: size_of(small.model, kinds) for kinds in small.every}
+    best = max(score for kinds, (_, score) in small.every.items() if sizes[kinds] <= 0.8)
+    found = refined(small, Budget(size=0.8))
+    assert found.plan.size == pytest.approx(sizes[kinds_of(found.plan)])
+    assert found.plan.size <= 0.8
+    assert found.plan.score > best - 0.15
+    assert (found.plan.size, found.plan.score) in found.measured
+    both = refined(small, Budget(size=0.8, time=1.0))
+    assert (both.plan.size <= 0.8, both.plan.time <= 1.0 + 1e-9) == (True, True)
+    assert both.start.score <= both.plan.score <= found.plan.score
 
 
 def test_comes_nearer_to_the_best_than_the_estimate(small):
@@ -268,7 +288,7 @@ def test_mistakes_are_refused(small):
         refine_plan(model, plan, iter(batches), table, time)
     with pytest.raises(ValueError, match="there were no batches"):
         refine_plan(model, plan, [], table, time)
-    with pytest.raises(ValueError, match=r"takes 1\.2.* more than the budget's 1\.1"):
+    with pytest.raises(ValueError, match=r"takes 1\.2.* more than 1\.1 of the int8"):
         refine_plan(model, plan, batches, table, Budget(time=1.1))
     with pytest.raises(ValueError, match="no plan reaches sqnr 200"):
         refine_plan(model, plan, batches, table, Budget(score=200))

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def parse_budget(text: str) -> Budget:
-    """Parse "time=1.2" (relative to the int8 model) or "score=35" (in the metric's unit).
+    """Parse "time=1.2" or "size=0.7" (relative to the int8 model), or "score=35".
 
     Raises:
         InputError: Another text.
@@ -123,7 +123,7 @@ def run_sensitivity(
         sparse_precisions: The same of sparse convolutions. Default: `precisions`.
         without: Measure each group alone in float, too.
         estimate: Estimate "sqnr" from gradients, without that half. A plan is measured in any case.
-        budget: "time=1.2" or "score=35": choose precisions within it.
+        budget: "time=1.2", "size=0.7" or "score=35": choose precisions within it.
         plan_rounds: Rounds of measured plans around the estimate; see `bevquant_qnn.refine_plan`.
         cameras: Names of the cameras to use. Default: those of the run.
         **place: Where the measurement is written; see `Place`.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
 from torch import nn
 
-from bevquant_qnn._plan_space import Point, front, plan_space
+from bevquant_qnn._plan_space import POINTS, Choice, PlanSpace, Point, front, plan_space
 from bevquant_qnn._precision import Precision
 from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._sensitivity_table import SensitivityTable
@@ -34,48 +34,74 @@ over 64; FP8 as int8, float as float16. Measure your chip's and give those where
 
 @dataclass(frozen=True)
 class Budget:
-    """Limit of a plan: a score or a time.
+    """Limits of a plan: a score, or a time, a size or both.
 
     Attributes:
         score: Lowest allowed score, in the table's metric (dB, accuracy, …). The fastest plan that
             reaches it is chosen.
         time: Longest allowed time, as a multiple of the model's time with every group in int8. The
-            plan with the best score within it is chosen.
+            plan with the best score within the limits is chosen.
+        size: Largest allowed size of the quantized layers' weights, as a multiple of their size in
+            int8: 4-bit weights have 0.5, float16 ones 2. Activations count in `time` alone, so
+            give it too where they may be int16 or float.
 
     Raises:
-        ValueError: Both or none are given, or one is not a finite number.
+        ValueError: A score beside other limits, none at all, or one that is not finite.
     """
 
     score: float | None = None
     time: float | None = None
+    size: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the budget that a text states: "time=1.2", or "score=35".
+        """Return the budget that a text states: "time=1.2", "size=0.7", both, or "score=35".
 
         Raises:
             ValueError: The text has another form.
 
         Example:
-            >>> Budget.parse("time=1.2")
-            Budget(score=None, time=1.2)
+            >>> Budget.parse("time=1.2,size=0.7")
+            Budget(score=None, time=1.2, size=0.7)
         """
-        kind, _, value = text.partition("=")
         try:
-            return cls(**{kind: float(value)})
+            pairs = [part.partition("=")[::2] for part in text.split(",")]
+            values = {kind.strip(): float(value) for kind, value in pairs}
+            if len(values) < len(pairs):
+                raise ValueError(f"{text}: a limit is given twice")
+            return cls(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{text}: write time=1.2, a multiple of the int8 model's estimated time, or "
-                "score=35, in the metric's unit"
+                f"{text}: write time=1.2 or size=0.7, multiples of the int8 model's estimated time "
+                "and size of weights, both with a comma between, or score=35, in the metric's unit"
             ) from error
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.score, self.time) if value is not None]
-        if len(given) != 1 or not math.isfinite(given[0]):
+        limits = [value for value in (self.time, self.size) if value is not None]
+        given = [*limits, *([] if self.score is None else [self.score])]
+        alone = bool(limits) != (self.score is not None)
+        if not alone or not all(map(math.isfinite, given)):
             raise ValueError(
-                f"Budget takes a finite score or a finite time, got score={self.score}, "
-                f"time={self.time}"
+                "Budget takes a finite score, or a finite time, size or both, got "
+                f"score={self.score}, time={self.time}, size={self.size}"
             )
+
+    @property
+    def by_size(self) -> bool:
+        """Whether plans are compared by their size: it is the only limit."""
+        return self.time is None and self.size is not None
+
+    def fits(self, time: float, size: float) -> bool:
+        """Whether a plan of this time and size is within the limits."""
+        # They are sums of floats: the model with every group in int8 must fit in 1.0.
+        pairs = (time, self.time), (size, self.size)
+        return all(limit is None or cost <= limit * (1 + 1e-9) for cost, limit in pairs)
+
+    def text(self) -> str:
+        """The limits in words."""
+        kinds = ("time", self.time), ("size", self.size)
+        texts = [f"{limit:g} of the int8 model's {kind}" for kind, limit in kinds if limit]
+        return " and ".join(texts)
 
 
 def assign_precision(
@@ -85,17 +111,18 @@ def assign_precision(
     *,
     costs: Mapping[Precision, float] = BIT_OPERATIONS,
 ) -> PrecisionPlan:
-    """Choose a precision for each group of layers: the best score within a time, or the reverse.
+    """Choose a precision for each group of layers: the best score within a budget, or the reverse.
 
     Losses of groups add (noise powers for ``"sqnr"``, differences of scores otherwise), and so do
-    times, operations · cost. The best choice is found by merging Pareto fronts: after each group,
-    only partial plans remain that no other plan beats in both. The result is an estimate;
+    times, operations · cost, and sizes, weights · bits. The best choice is found by merging Pareto
+    fronts: after each group, only partial plans remain that no other plan beats in both. Two limits
+    are one cost, a weighted mean, for each of nine weights. The result is an estimate;
     `refine_plan` measures.
 
     Args:
         model: The measured model.
         sensitivity: Its table. A group may get any precision measured there, or ``"float"``.
-        budget: Limit of the score or of the time.
+        budget: Limit of the score, or of time and size.
         costs: Time of one operation by precision, in any unit. A precision without cost is not
             chosen. ``"int8"`` needs one.
 
@@ -120,9 +147,8 @@ def assign_precision(
         ('int8', 'float')
     """
     space = plan_space(model, sensitivity, costs, "assign_precision")
-    best = _within(front(space.choices), sensitivity, budget)
-    score = sensitivity.score(best.loss)
-    return space.plan(best.precisions(), best.cost, score, measured=False)
+    best = _within(space, budget)
+    return space.plan(best.precisions(), sensitivity.score(best.loss), measured=False)
 
 
 def plan_front(
@@ -131,6 +157,7 @@ def plan_front(
     points: int = 12,
     *,
     costs: Mapping[Precision, float] = BIT_OPERATIONS,
+    by_size: bool = False,
 ) -> tuple[PrecisionPlan, ...]:
     """The plans of `assign_precision` for times between the fastest and the best plan's.
 
@@ -139,9 +166,11 @@ def plan_front(
         sensitivity: Its table.
         points: Number of times, in equal steps.
         costs: Time of one operation by precision.
+        by_size: Sizes in place of times.
 
     Returns:
-        From fast to slow; estimated scores rise. Times with the same plan give one.
+        From fast or small to slow or large; estimated scores rise. Times with the same plan give
+        one.
 
     Raises:
         ValueError: As `assign_precision`, or fewer than 2 points.
@@ -161,29 +190,46 @@ def plan_front(
     if points < 2:
         raise ValueError(f"plan_front: expected 2 points or more, got {points}")
     space = plan_space(model, sensitivity, costs, "plan_front")
-    found = front(space.choices)
-    first, last = (found[i].cost if found else 0.0 for i in (0, -1))
-    times = (first + i * (last - first) / (points - 1) for i in range(points))
-    chosen = {_within(found, sensitivity, Budget(time=time)): None for time in times if found}
+    found = front(space.choices, share=float(by_size))
+    values = [point.size if by_size else point.time for point in found]
+    chosen: dict[Point, None] = {}
+    for i in range(points if found else 0):
+        limit = values[0] + i * (values[-1] - values[0]) / (points - 1)
+        last = max(at for at, value in enumerate(values) if value <= limit * (1 + 1e-9))
+        chosen[found[last]] = None
     return tuple(
-        space.plan(p.precisions(), p.cost, sensitivity.score(p.loss), measured=False)
-        for p in chosen
+        space.plan(p.precisions(), sensitivity.score(p.loss), measured=False) for p in chosen
     )
 
 
-def _within(front: list[Point], table: SensitivityTable, budget: Budget) -> Point:
-    """The best point in the budget; the front runs from cheap and bad to dear and good."""
-    if budget.time is not None:
-        # Times are sums of floats: the model with every group in int8 must fit in 1.0.
-        fitting = [point for point in front if point.cost <= budget.time * (1 + 1e-9)]
-        if not fitting:
-            raise ValueError(
-                f"assign_precision: no plan takes {budget.time:g} of the int8 model's time; the "
-                f"fastest takes {front[0].cost:.4g}"
-            )
-        return fitting[-1]
-    for point in front:
-        if table.score(point.loss) >= (budget.score or 0.0):
+_SHARES = tuple(i / 8 for i in range(9))  # of the size in the cost
+
+
+def fitting(
+    groups: Sequence[Sequence[Choice]], budget: Budget, points: int = POINTS
+) -> Iterator[Point]:
+    """The plan of the least loss within the limits of time and size; several for both limits."""
+    shares = _SHARES
+    if budget.time is None or budget.size is None:
+        shares = (float(budget.by_size),)
+    for share in shares:
+        found = [p for p in front(groups, points, share) if budget.fits(p.time, p.size)]
+        yield from found[-1:]
+
+
+def _within(space: PlanSpace, budget: Budget) -> Point:
+    table = space.table
+    if budget.score is None:
+        best = min(fitting(space.choices, budget), key=lambda p: (p.loss, p.time), default=None)
+        if best is not None:
+            return best
+        fastest, smallest = front(space.choices)[0], front(space.choices, share=1.0)[0]
+        raise ValueError(
+            f"assign_precision: no plan takes {budget.text()}; the fastest takes "
+            f"{fastest.time:.4g} of the time, the smallest {smallest.size:.4g} of the size"
+        )
+    for point in front(space.choices):
+        if table.score(point.loss) >= budget.score:
             return point
     raise ValueError(
         f"assign_precision: no plan reaches {table.metric} {budget.score:g}; float has "

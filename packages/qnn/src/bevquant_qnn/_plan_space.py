@@ -1,4 +1,4 @@
-"""All plans that a table of sensitivities knows: each group's precisions, with time and loss."""
+"""All plans that a table of sensitivities knows: each group's precisions, with their costs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from bevquant_graph import check_kind
-from bevquant_qnn._precision import Precision, check_precisions
+from bevquant_qnn._precision import Precision, check_precisions, weight_bits
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
-from bevquant_qnn._sensitivity_table import SensitivityTable
+from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 
-# The plan's cost is exact, its loss within a hair of the least.
-_POINTS = 4096
+POINTS = 4096
+"""Of a front: a plan's cost is exact, its loss within a hair of the least."""
 
 
 class Choice(NamedTuple):
-    """A choice for one group: its precision, cost and loss."""
+    """A choice for one group: its precision and loss, and its shares of the int8 model's costs."""
 
     precision: Precision
-    cost: float
     loss: float
+    time: float
+    size: float
 
 
 @dataclass(frozen=True)
 class Point:
     """A choice for the first groups: sums, the choices before, and the last one."""
 
-    cost: float
     loss: float
+    time: float
+    size: float
     before: Point | None
     precision: Precision
 
@@ -46,31 +48,33 @@ class Point:
         return tuple(reversed(chosen))
 
 
-def front(groups: Sequence[Sequence[Choice]], points: int = _POINTS) -> list[Point]:
+def front(
+    groups: Sequence[Sequence[Choice]], points: int = POINTS, share: float = 0.0
+) -> list[Point]:
     """Merge group after group; partial choices that another beats in both are dropped.
 
     Keeps `points` partial choices, evenly over the front; up to that many the result is exact.
-    Losses may be negative. The front goes from low cost to high cost and small loss.
+    Losses may be negative. A choice costs (1 - share)·time + share·size. The front goes from low
+    cost to high cost and small loss.
     """
     best: Sequence[Point | None] = [None]
     found: list[Point] = []
     for choices in groups:
-        found = best = _merged(best, choices, points)
+        found = best = _merged(best, choices, points, share)
     return found
 
 
-def _merged(before: Sequence[Point | None], choices: Sequence[Choice], points: int) -> list[Point]:
+def _merged(
+    before: Sequence[Point | None], choices: Sequence[Choice], points: int, share: float
+) -> list[Point]:
     every = [
-        Point(
-            (point.cost if point else 0.0) + cost,
-            (point.loss if point else 0.0) + loss,
-            point,
-            name,
-        )
+        Point(point.loss + loss, point.time + time, point.size + size, point, name)
+        if point
+        else Point(loss, time, size, None, name)
         for point in before
-        for name, cost, loss in choices
+        for name, loss, time, size in choices
     ]
-    every.sort(key=lambda point: (point.cost, point.loss))
+    every.sort(key=lambda p: ((1 - share) * p.time + share * p.size, p.loss, p.time))
     best: list[Point] = []
     for point in every:
         # In the order of costs: kept is what loses less than all cheaper points.
@@ -93,18 +97,19 @@ class PlanSpace:
     groups: tuple[PrecisionGroup, ...]
     # Loss of each group alone.
     table: SensitivityTable
-    # For each row of the table. Costs are shares of the int8 model's time.
+    # For each row of the table.
     choices: tuple[tuple[Choice, ...], ...]
 
-    def time(self, precisions: Sequence[Precision]) -> float:
-        """Estimated time of a choice for every row, as a multiple of the int8 model's."""
-        return sum(
-            next(choice.cost for choice in choices if choice.precision == name)
+    def costs(self, precisions: Sequence[Precision]) -> tuple[float, float]:
+        """Time and size of a choice for every row, as multiples of the int8 model's."""
+        chosen = [
+            next(choice for choice in choices if choice.precision == name)
             for choices, name in zip(self.choices, precisions, strict=True)
-        )
+        ]
+        return sum(choice.time for choice in chosen), sum(choice.size for choice in chosen)
 
     def plan(
-        self, precisions: Sequence[Precision], time: float, score: float, *, measured: bool
+        self, precisions: Sequence[Precision], score: float, *, measured: bool
     ) -> PrecisionPlan:
         """The plan of a choice for every row; groups that were switched off stay off."""
         rows = (frozenset(row.modules) for row in self.table)
@@ -113,7 +118,8 @@ class PlanSpace:
             PlannedGroup(group.modules, chosen.get(frozenset(group.modules), "float"))
             for group in self.groups
         )
-        return PrecisionPlan(tuple(planned), time, score, self.table.metric, measured)
+        time, size = self.costs(precisions)
+        return PrecisionPlan(tuple(planned), time, score, self.table.metric, measured, size)
 
 
 def plan_space(
@@ -137,14 +143,28 @@ def plan_space(
             f"{'; '.join(sorted(others))}. Measure this model"
         )
     whole = math.fsum(row.operations for row in table) * costs["int8"] or 1.0
+    sizes = [_weights(model, own[frozenset(row.modules)]) for row in table]
+    all_sizes = sum(sizes) * weight_bits("int8") or 1.0
+
+    def choice(row: SensitivityRow, size: int, name: Precision) -> Choice:
+        time = row.operations * costs[name] / whole
+        return Choice(name, table.loss(row, name), time, size * weight_bits(name) / all_sizes)
+
     choices = tuple(
         tuple(
-            Choice(name, row.operations * costs[name] / whole, table.loss(row, name))
+            choice(row, size, name)
             for name in costs
             if name == "float" or name in row.alone
             # Without weights, int4 is int8 by another name.
             if name != "int4" or own[frozenset(row.modules)].weights
         )
-        for row in table
+        for row, size in zip(table, sizes, strict=True)
     )
     return PlanSpace(tuple(groups), table, choices)
+
+
+def _weights(model: nn.Module, group: PrecisionGroup) -> int:
+    """Number of weights that a group's quantizers round."""
+    layers = map(model.get_submodule, group.modules)
+    rounded = (m.weight for m in layers if getattr(m, "_weight_quantizer", None) in group.weights)
+    return sum(w.numel() for w in set(rounded) if isinstance(w, Tensor))

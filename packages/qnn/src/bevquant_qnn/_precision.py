@@ -61,6 +61,12 @@ def check_precisions(names: Iterable[str], where: str) -> None:
         )
 
 
+def weight_bits(precision: Precision) -> float:
+    """Return the bits of a weight, with its share of a block's scale; 16 in float."""
+    form = format_of(16 if precision == "float" else _BITS[precision][1])
+    return form.bits + (8 / form.block if form.block else 0)
+
+
 def own_precision(
     inputs: Iterable[TensorQuantizer], weights: Iterable[TensorQuantizer], where: str
 ) -> Precision:

@@ -45,6 +45,8 @@ class PrecisionPlan(HtmlTable, JsonDocument):
         score: Score in the metric of the table that the plan was made from.
         metric: Name of that metric.
         measured: Whether the score was measured with the whole plan applied, or is an estimate.
+        size: Size of the quantized layers' weights as a multiple of their size in int8, float as
+            float16; None where unknown.
 
     Example:
         >>> from torch import nn
@@ -62,6 +64,7 @@ class PrecisionPlan(HtmlTable, JsonDocument):
     score: Finite | None = None
     metric: str | None = None
     measured: bool = False
+    size: Finite | None = None
 
     @classmethod
     def by_hand(
@@ -133,7 +136,10 @@ class PrecisionPlan(HtmlTable, JsonDocument):
         """Return the plan as JSON text."""
         document = {
             "schema": _SCHEMA,
-            **{name: getattr(self, name) for name in ("time", "score", "metric", "measured")},
+            **{
+                name: getattr(self, name)
+                for name in ("time", "size", "score", "metric", "measured")
+            },
             "groups": [
                 {"precision": group.precision, "modules": list(group.modules)}
                 for group in self.groups
@@ -166,6 +172,8 @@ class PrecisionPlan(HtmlTable, JsonDocument):
         lines = [f"{len(self.groups)} groups of layers"]
         if self.time is not None:
             lines[0] += f", time {self.time:.3g} of int8"
+        if self.size is not None:
+            lines[0] += f", size {self.size:.3g} of int8"
         if self.score is not None:
             how = "measured" if self.measured else "estimated"
             lines[0] += f", {self.metric} {self.score:.4g} {how}"

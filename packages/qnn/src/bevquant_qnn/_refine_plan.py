@@ -12,8 +12,8 @@ from typing import Any, cast
 from torch import nn
 
 from bevquant_graph import Forward, on_batch
-from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
-from bevquant_qnn._plan_space import Choice, PlanSpace, Point, Precisions, front, plan_space
+from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, fitting
+from bevquant_qnn._plan_space import Choice, PlanSpace, Precisions, front, plan_space
 from bevquant_qnn._precision import Precision, Setting, own_precision, set_for_now, settings_at
 from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._ranks import Kept, deal_out
@@ -29,7 +29,6 @@ _LEAST_GAINS = (0.5, 0.25, 0.12, 0.06, 0.03, 0.015, 0.0)
 # Of the loss that a budget of score allows: an estimate may be too low, or too high.
 _PARTS_AT_FIRST = (1.25, 1.1, 1.0, 0.9, 0.8, 0.65, 0.5)
 _PARTS_IN_ROUNDS = (1.25, 1.1, 1.0, 0.9)
-_SLACK = 1 + 1e-9  # times are sums of floats
 _Settings = dict[TensorQuantizer, Setting]
 Interval = Callable[[Sequence[Any]], tuple[float, float] | None]
 
@@ -42,9 +41,10 @@ class RefinedPlan:
         plan: Within the budget; its score is measured.
         start: The given plan, its score measured on the same batches.
         tried: Number of plans that were run.
-        measured: Estimated time and measured score of each plan that was run.
-        intervals: 95 % interval of the score of those of `measured` that no other one beats in time
-            and score; empty where it is not known, as of one batch.
+        measured: Estimated time and measured score of each plan that was run; its size in place of
+            the time where the budget is of size alone.
+        intervals: 95 % interval of the score of those of `measured` that no other one beats in
+            both; empty where it is not known, as of one batch.
     """
 
     plan: PrecisionPlan
@@ -88,11 +88,11 @@ def refine_plan(
 
     Args:
         model: The measured model. It is not changed.
-        plan: Start, from `assign_precision` or by hand. With a budget of time, within it.
+        plan: Start, from `assign_precision` or by hand, within a budget of time or size.
         batches: Preferably those of the measurement; read several times, so a list, not an
             iterator.
         table: Loss of each group alone.
-        budget: Limit of the score, as measured here, or of the time.
+        budget: Limit of the score, as measured here, or of time and size.
         metric: The function for a table that was measured with one; else the table's own metric.
         outputs: As for `sensitivity`.
         rounds: Largest number of rounds; the search ends when a round finds nothing better. 0 runs
@@ -106,12 +106,12 @@ def refine_plan(
         kept: As for `sensitivity`.
 
     Returns:
-        The best of all measured plans. With a budget of time it is never worse than `plan` on these
-        batches; with a budget of score it is the fastest that reaches the score.
+        The best of all measured plans. With a budget of time or size it is never worse than `plan`
+        on these batches; with a budget of score it is the fastest that reaches the score.
 
     Raises:
-        ValueError: `plan` or the table belongs to another model, the plan exceeds the budget's
-            time, the table's metric is missing, the score exceeds the float model's, or `batches`
+        ValueError: `plan` or the table belongs to another model, the plan exceeds the budget,
+            the table's metric is missing, the score exceeds the float model's, or `batches`
             is empty or an iterator.
 
     Example:
@@ -133,8 +133,13 @@ def refine_plan(
     start = _start(space, plan)
     _check(space, start, table, budget, metric, batches)
     score = score_of(table.metric if metric is None else metric, reduce)
+
+    def cost(chosen: Precisions) -> float:
+        time, size = space.costs(chosen)
+        return size if budget.by_size else time
+
     trials = _Trials(
-        model, space, batches, score, tuple(outputs), on_batch(forward), distributed, kept
+        model, space, cost, batches, score, tuple(outputs), on_batch(forward), distributed, kept
     )
     search = _Search(space, trials, budget)
     trials.measure(start, search.weighted(_own_precisions(space)))
@@ -150,16 +155,16 @@ def refine_plan(
         trials.measure(best)
 
     def planned(chosen: Precisions) -> PrecisionPlan:
-        return space.plan(chosen, space.time(chosen), trials.scores[chosen], measured=True)
+        return space.plan(chosen, trials.scores[chosen], measured=True)
 
-    measured = tuple((space.time(chosen), score) for chosen, score in trials.scores.items())
+    measured = tuple((cost(chosen), score) for chosen, score in trials.scores.items())
     if interval is None and reduce is None:
         interval = partial(drawn_interval, reduce=score.reduce)
     intervals = {}
-    for chosen in sorted(trials.front, key=space.time):
+    for chosen in sorted(trials.front, key=cost):
         ends = None if interval is None else interval(trials.front[chosen])
         if ends is not None:
-            intervals[space.time(chosen), trials.scores[chosen]] = ends
+            intervals[cost(chosen), trials.scores[chosen]] = ends
     return RefinedPlan(planned(best), planned(start), len(measured), measured, intervals)
 
 
@@ -175,6 +180,7 @@ class _Trials:
         self,
         model: nn.Module,
         space: PlanSpace,
+        cost: Callable[[Precisions], float],
         batches: Iterable[Any],
         score: Score,
         outputs: tuple[str, ...],
@@ -197,9 +203,9 @@ class _Trials:
                 }
             )
         self.scores: dict[Precisions, float] = {}
-        # Results of all batches, of plans that no other one beats in time and score.
+        # Results of all batches, of plans that no other one beats in cost and score.
         self.front: dict[Precisions, Sequence[Any]] = {}
-        self._space = space
+        self._cost = cost
 
     def measure(self, base: Precisions, others: Iterable[Precisions] = ()) -> None:
         """Run `base` and plans that differ from it, but for those that are known."""
@@ -220,7 +226,7 @@ class _Trials:
             self.scores[precisions] = float(self._score.reduce(of_batches))
             self.front[precisions] = of_batches
         best = -math.inf
-        for plan in sorted(self.front, key=lambda p: (self._space.time(p), -self.scores[p])):
+        for plan in sorted(self.front, key=lambda p: (self._cost(p), -self.scores[p])):
             if self.scores[plan] <= best:
                 del self.front[plan]
             best = max(best, self.scores[plan])
@@ -265,15 +271,14 @@ class _Search:
     def best(self) -> Precisions:
         """The best plan that was run within the budget; the earliest of equals."""
         scores = self._trials.scores
-        if self._budget.time is not None:
-            limit = self._budget.time * _SLACK
+        least = self._budget.score
+        if least is None:
             # The plan to start from is one of them, as `_check` requires.
-            fitting = [p for p in scores if self._space.time(p) <= limit]
-            return max(fitting, key=lambda p: (scores[p], -self._space.time(p)))
-        least = self._budget.score or 0.0
+            within = [p for p in scores if self._budget.fits(*self._space.costs(p))]
+            return max(within, key=lambda p: (scores[p], *(-c for c in self._space.costs(p))))
         reached = [p for p in scores if scores[p] >= least]
         if reached:
-            return min(reached, key=lambda p: (self._space.time(p), -scores[p]))
+            return min(reached, key=lambda p: (self._space.costs(p)[0], -scores[p]))
         return max(scores, key=lambda p: scores[p])
 
     def weighted(self, own: Sequence[Precision | None]) -> Iterator[Precisions]:
@@ -288,7 +293,7 @@ class _Search:
                     factor = self._in_company(row.without, alone.get(name or "float", 0.0))
                 mixed = 1 - share + share * factor
                 groups.append([c._replace(loss=c.loss * mixed) for c in choices])
-            yield from self._fitting(front(groups, _POINTS), 0.0, _PARTS_AT_FIRST)
+            yield from self._fitting(groups, 0.0, _PARTS_AT_FIRST)
 
     def _in_company(self, without: float, alone: float) -> float:
         """Ratio of a group's loss among quantized groups to its loss alone."""
@@ -324,23 +329,21 @@ class _Search:
                 ]
                 for choices, name in zip(groups, base, strict=True)
             ]
-            yield from self._fitting(front(charged, _POINTS), here, _PARTS_IN_ROUNDS)
+            yield from self._fitting(charged, here, _PARTS_IN_ROUNDS)
 
     def _fitting(
-        self, points: Sequence[Point], known: float, parts: Sequence[float]
+        self, groups: Sequence[Sequence[Choice]], known: float, parts: Sequence[float]
     ) -> Iterator[Precisions]:
-        """The best of a front within the budget; for a score, plans for `parts` of its loss.
+        """The best choices within the budget; for a score, those for `parts` of its loss.
 
-        `known` is added to the losses of the front, which runs from low to high cost.
+        `known` is added to their losses.
         """
-        if self._budget.time is not None:
-            limit = self._budget.time * _SLACK
-            fitting = [point for point in points if point.cost <= limit]
-            if fitting:
-                yield fitting[-1].precisions()
+        if self._budget.score is None:
+            for point in fitting(groups, self._budget, _POINTS):
+                yield point.precisions()
             return
         # Losses are estimates, so plans around the limit are tried.
-        most = self._loss(self._budget.score or 0.0)
+        points, most = front(groups, _POINTS), self._loss(self._budget.score)
         for part in parts:
             reached = (point for point in points if known + point.loss <= part * most)
             point = next(reached, points[-1])
@@ -378,10 +381,11 @@ def _check(
 ) -> None:
     if isinstance(batches, Iterator):
         raise ValueError("refine_plan: batches are gone through several times; give a list of them")
-    if budget.time is not None and space.time(start) > budget.time * _SLACK:
+    time, size = space.costs(start)
+    if not budget.fits(time, size):
         raise ValueError(
-            f"refine_plan: the plan takes {space.time(start):.4g} of the int8 model's time, more "
-            f"than the budget's {budget.time:g}; give assign_precision's for that budget"
+            f"refine_plan: the plan takes {time:.4g} of the int8 model's time and {size:.4g} of "
+            f"its size, more than {budget.text()}; give assign_precision's for that budget"
         )
     if budget.score is not None and budget.score > table.float_score:
         raise ValueError(

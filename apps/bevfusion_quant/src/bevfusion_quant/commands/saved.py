@@ -169,7 +169,8 @@ class Sensitivity(RunOptions, FrameOptions):
         alone_only: Measure each group quantized alone; skip the second half, each group alone in
             float.
         budget: time=1.2 finds the best score within 1.2 times the int8 model's estimated time,
-            score=35 the fastest plan with that score. Writes plan.json for ptq --plan.
+            size=0.7 the best with 0.7 times its size of weights (time=1.2,size=0.7: both), score=35
+            the fastest plan with that score. Writes plan.json for ptq --plan.
         plan_rounds: Rounds in which plans near the estimated one are measured, about as many a
             round as there are groups of layers; 0 for a few plans in all.
     """

@@ -163,7 +163,7 @@ def study_sensitivity(
         except InputError as error:  # what was measured is kept all the same
             refusal = str(error)
     plan = None if refined is None else refined.plan
-    front = plan_front(model, table)
+    front = plan_front(model, table, by_size=limit is not None and limit.by_size)
     return SensitivityOutcome(table, path, chosen, plan, budget, refusal, estimated, refined, front)
 
 
@@ -272,7 +272,7 @@ def plan_within(
     Args:
         model: The measured model.
         table: Its table.
-        budget: A limit on the estimated time or on the score.
+        budget: A limit on the score, or on estimated time and size.
         **costs: `costs`, time of one operation by precision, if you know it.
 
     Raises:
@@ -303,7 +303,7 @@ def refine_within(
         batches: The frames of the measurement.
         plan: Result of `plan_within`.
         table: Its table, by "sqnr", "kl" or "mAP".
-        budget: A limit on the estimated time or on the score.
+        budget: A limit on the score, or on estimated time and size.
         output: Output of the measurement; see `sensitivity_output`.
         rounds: Number of rounds; each measures as many plans as there are groups, for each
             precision beside int8.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from bev_data.tables import Cell, CellParts, Column, Row, Table
 from bevfusion.evaluation import FrameBatches, detection_rules, detections_of, detections_record
 from bevfusion.model import Detector
 from bevfusion.model.head import Detections
-from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
+from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 from bevquant_quantizers.ranks import Record, Shards
 
 _WIDE, _HIGH, _GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
@@ -51,11 +51,12 @@ class SensitivityOutcome:
         output: Path of the module whose output was scored; "" for the model's own.
         precisions: Precisions at which groups were measured alone, in that order.
         plan: Plan within the budget; None without one.
-        budget: The budget as given, such as "time=1.2"; "" without one.
+        budget: The budget as given, such as "time=1.2" or "size=0.7"; "" without one.
         refusal: Reason why there is no plan although a budget was given; else "".
         estimated: The plan from added losses, with which the measurement started.
         refined: The measured plan, the measured first plan, and the number of measured plans.
-        front: The best plans of several times by estimate, from fast to slow.
+        front: The best plans of several times by estimate, from fast to slow; of several sizes
+            where the budget is of size alone.
     """
 
     table: SensitivityTable
@@ -70,13 +71,22 @@ class SensitivityOutcome:
 
     @property
     def measured(self) -> tuple[tuple[float, float], ...]:
-        """Estimated time and measured score of each plan that was run."""
+        """Estimated cost (`cost`) and measured score of each plan that was run."""
         return () if self.refined is None else self.refined.measured
 
     @property
     def intervals(self) -> Mapping[tuple[float, float], tuple[float, float]]:
-        """95 % interval of the score, by time and score of the best plans that were run."""
+        """95 % interval of the score, by cost and score of the best plans that were run."""
         return {} if self.refined is None else self.refined.intervals
+
+    @property
+    def cost(self) -> Literal["time", "size"]:
+        """The cost over which plans are shown, as a multiple of the int8 model's."""
+        return "size" if self.budget and Budget.parse(self.budget).by_size else "time"
+
+    def cost_of(self, plan: PrecisionPlan) -> float:
+        """That cost of a plan."""
+        return (plan.size if self.cost == "size" else plan.time) or 0.0
 
     @property
     def unit(self) -> str:
@@ -121,9 +131,11 @@ class SensitivityOutcome:
             "table": json.loads(self.table.to_json()),
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
             "plan_from": self._plan_from(),
-            "front": [{"time": p.time, "estimated_score": p.score} for p in self.front],
+            "front": [
+                {"time": p.time, "size": p.size, "estimated_score": p.score} for p in self.front
+            ],
             "measured": [
-                {"time": point[0], "score": point[1]}
+                {self.cost: point[0], "score": point[1]}
                 | dict(zip(("low", "high"), self.intervals.get(point, ()), strict=False))
                 for point in self.measured
             ],
@@ -137,6 +149,7 @@ class SensitivityOutcome:
             "plans_measured": self.refined.tried,
             "first": {
                 "time": start.time,
+                "size": start.size,
                 "estimated_score": self.estimated.score,
                 "measured_score": start.score,
             },
@@ -165,16 +178,16 @@ def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
 
 
 def front_table(outcome: SensitivityOutcome) -> Table:
-    """The best plans of several times: estimated score, precisions, and the best measured score.
+    """The best plans of several costs: estimated score, precisions, and the best measured score.
 
-    The latter is of any plan that was run and takes more time than the line above allows.
+    The latter is of any plan that was run and costs more than the line above allows.
     """
-    form = _DIGITS[outcome.table.metric]
-    columns = [Column("Best plan in time"), Column(f"estimated {outcome.unit}")]
+    form, cost = _DIGITS[outcome.table.metric], outcome.cost
+    columns = [Column(f"Best plan in {cost}"), Column(f"estimated {outcome.unit}")]
     columns += [Column(f"best measured {outcome.unit}")] * bool(outcome.measured)
     rows, above = [], -math.inf
     for plan in outcome.front:
-        limit = (plan.time or 0.0) + 1e-9
+        limit = outcome.cost_of(plan) + 1e-9
         within = [point for point in outcome.measured if above < point[0] <= limit]
         best, above = max(within, key=lambda point: (point[1], -point[0]), default=None), limit
         text = or_dash(best and best[1], form)
@@ -182,32 +195,32 @@ def front_table(outcome: SensitivityOutcome) -> Table:
             low, high = outcome.intervals[best]
             text += f" ({low:{form}} to {high:{form}})"
         measured = [text] * bool(outcome.measured)
-        cells = [or_dash(plan.time, ".2f"), or_dash(plan.score, form), *measured, _counts(plan)]
-        rows.append(Row(cells))
-    return Table("The best plan for each time", [*columns, Column("Groups")], rows)
+        first = f"{outcome.cost_of(plan):.2f}"
+        rows.append(Row([first, or_dash(plan.score, form), *measured, _counts(plan)]))
+    return Table(f"The best plan for each {cost}", [*columns, Column("Groups")], rows)
 
 
 _ACROSS, _UP = 600.0, 200.0  # of the picture, in its own units
 
 
 def front_picture(outcome: SensitivityOutcome) -> dict[str, Any] | None:
-    """Estimated scores over time as a line, measured plans as dots; None without two plans.
+    """Estimated scores over their cost as a line, measured plans as dots; None without two plans.
 
     The plan with all groups in float is left out: its score is float's own.
     """
     quantized = (p for p in outcome.front if any(g.precision != "float" for g in p))
-    line = [(plan.time or 0.0, plan.score or 0.0) for plan in quantized]
-    ends = [[(time, end) for end in found] for (time, _), found in outcome.intervals.items()]
+    line = [(outcome.cost_of(plan), plan.score or 0.0) for plan in quantized]
+    ends = [[(cost, end) for end in found] for (cost, _), found in outcome.intervals.items()]
     every = [*line, *outcome.measured, *chain.from_iterable(ends)]
-    times, scores = ({point[axis] for point in every} for axis in (0, 1))
-    if len(times) < 2 or len(scores) < 2:
+    costs, scores = ({point[axis] for point in every} for axis in (0, 1))
+    if len(costs) < 2 or len(scores) < 2:
         return None
-    (left, right), (low, high) = ((min(values), max(values)) for values in (times, scores))
+    (left, right), (low, high) = ((min(values), max(values)) for values in (costs, scores))
 
     def placed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return [
-            (_ACROSS * (time - left) / (right - left), _UP * (high - score) / (high - low))
-            for time, score in points
+            (_ACROSS * (cost - left) / (right - left), _UP * (high - score) / (high - low))
+            for cost, score in points
         ]
 
     form, unit = _DIGITS[outcome.table.metric], outcome.unit
@@ -217,7 +230,8 @@ def front_picture(outcome: SensitivityOutcome) -> dict[str, Any] | None:
         "line": placed(line),
         "dots": placed(outcome.measured),
         "intervals": [placed(pair) for pair in ends],
-        "label": f"Score over estimated time: {low:{form}} to {high:{form}} {unit}",
+        "cost": outcome.cost,
+        "label": f"Score over estimated {outcome.cost}: {low:{form}} to {high:{form}} {unit}",
         "ends": [f"{left:.2f}", f"{right:.2f}", f"{low:{form}}", f"{high:{form}} {unit}"],
     }
 
@@ -290,7 +304,7 @@ def sensitivity_headline(outcome: SensitivityOutcome) -> str:
 
 
 def sensitivity_plan(outcome: SensitivityOutcome) -> str:
-    """The plan in a line: number of groups by precision, estimated time and score."""
+    """The plan in a line: number of groups by precision, estimated time and size, score."""
     plan = outcome.plan
     if plan is None:
         return ""
@@ -298,8 +312,8 @@ def sensitivity_plan(outcome: SensitivityOutcome) -> str:
     score = or_dash(plan.score, _DIGITS[outcome.table.metric])
     how = "measured" if plan.measured else "estimated"
     text = (
-        f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} "
-        f"times int8's, {how} score {score} {outcome.unit}"
+        f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} and size "
+        f"{or_dash(plan.size, '.3g')} times int8's, {how} score {score} {outcome.unit}"
     )
     if outcome.refined is not None:
         first = or_dash(outcome.refined.start.score, _DIGITS[outcome.table.metric])
