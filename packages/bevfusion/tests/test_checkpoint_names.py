@@ -500,11 +500,15 @@ def test_a_file_of_two_models_and_values_that_are_not_finite_have_their_remedy()
     with pytest.raises(InputError, match="under student and teacher: save those of one of them"):
         load_state_dict(model, both)
     name = next(iter(own))
-    spoiled = own | {name: torch.full_like(own[name], torch.nan)}
-    with pytest.raises(
-        InputError, match=r"1 problem:\n  not finite: (?s:.*) trained without them$"
+    for value, fault in (
+        (torch.full_like(own[name], torch.nan), "not finite"),
+        (own[name].double() * 1e300, "not finite"),  # of float64, beyond the model's float32
+        ((own[name] * 100).to(torch.int8), "no floats"),
     ):
-        load_state_dict(model, spoiled)
+        with pytest.raises(
+            InputError, match=rf"1 problem:\n  {fault}: (?s:.*) trained without them$"
+        ):
+            load_state_dict(model, own | {name: value})
     with pytest.raises(InputError, match="missing"):
         load_state_dict(model, {})
 

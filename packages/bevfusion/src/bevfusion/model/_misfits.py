@@ -99,12 +99,12 @@ def mismatches(
                 f"misshapen: {name} should be {list(wanted[name].shape)}, is {list(tensor.shape)}"
             )
         elif (
-            tensor.is_floating_point()
-            and name in wanted
+            name in wanted
+            and wanted[name].is_floating_point()
             and tensor.numel() == wanted[name].numel()
-            and not bool(torch.isfinite(tensor).all())
+            and (fault := _fault_of(tensor, wanted[name].dtype))
         ):
-            problems.append(f"not finite: {renamed.source[name]} holds NaN or Inf")
+            problems.append(fault.format(renamed.source[name]))
         elif (
             name in wanted
             and GEOMETRY.search(name)
@@ -114,6 +114,15 @@ def mismatches(
             values = f" is {tensor.tolist()}, here {wanted[name].tolist()}" if small else ""
             problems.append(f"another geometry: {name}{values}")
     return problems
+
+
+def _fault_of(tensor: Tensor, dtype: torch.dtype) -> str:
+    """Numbers of an entry that a weight of that type does not hold; ``{}`` is its name."""
+    if not tensor.is_floating_point():
+        return f"no floats: {{}} holds {str(tensor.dtype).removeprefix('torch.')}"
+    if bool(torch.isfinite(tensor.to(dtype)).all()):
+        return ""
+    return "not finite: {} holds NaN, Inf or numbers too large"
 
 
 def _shown(name: str, renamed: Renamed) -> str:
@@ -149,8 +158,8 @@ def refusal(
         + (
             ""
             if advice
-            else "\ngive a checkpoint that trained without them"
-            if all(problem.startswith("not finite") for problem in problems)
+            else "\ngive a float checkpoint that trained without them"
+            if all(problem.startswith(("not finite", "no floats")) for problem in problems)
             else "\nuse the checkpoint's own --config, or a checkpoint trained with these sizes"
         )
     )
