@@ -242,6 +242,8 @@ CHECKS = {
     "item": "if x.isnan().any().item(): raise ValueError('nan')",
     "raise": "if x.max() > 9 or not (x > -9).all():\n            raise ValueError",
     "function": "torch._assert((x > -9).all(), 'small')",
+    "print": "if x.isnan().any():\n            print('nan')\n            print(x.shape)",
+    "log": "if x.isnan().any() or x.max() > 9: self.logger.warning('nan')",
 }
 DECISIONS = {
     "return": "if x.max() > 9:\n            return x",
@@ -249,6 +251,8 @@ DECISIONS = {
     "            raise ValueError",
     "else": "if x.max() > 9: raise ValueError\n        else: x = x + 1",
     "caught": "try:\n            if x.max() > 9: raise ValueError\n        except ValueError: pass",
+    "print and more": "if x.max() > 9:\n            print('large')\n            x = -x",
+    "size printed": "if len(x[x[:, 0] > 2]) > 1: print('large')",
     "inside": "assert (x if x.max() > 9 else -x).shape[0]",
 }
 
@@ -288,6 +292,17 @@ def test_a_check_of_a_number_of_rows_is_required_and_no_decision(tmp_path: Path)
     assert torch.equal(graph.replay(x.flip(1)), model(x))
     with pytest.raises(ValueError, match=r"nonzero .* asked about in .*checking\.py:11"):
         graph.replay(x.abs())
+
+
+@pytest.mark.parametrize("question", ["> 0", "<= 1"])
+def test_a_branch_on_few_rows_is_required(tmp_path: Path, question: str) -> None:
+    graph = capture(
+        _checking(tmp_path, f"if len(x[x[:, 0] > 2]) {question}: x = -x"), torch.zeros(3, 4)
+    )
+    x = torch.zeros(3, 4)
+    x[:2] = 9
+    with pytest.raises(ValueError, match=r"asked about in .*checking\.py"):
+        graph.replay(x)
 
 
 @pytest.mark.parametrize("name", DECISIONS)

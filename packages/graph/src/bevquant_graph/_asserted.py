@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import re
 from functools import lru_cache
 from types import FrameType
 
 
-def passing(frame: FrameType | None) -> bool | None:
+def passing(frame: FrameType | None, *, prints: bool = False) -> bool | None:
     """The answer with which a check passes, where a frame asks for the truth of its condition.
 
     Checks are asserts, and an ``if`` without an else that always raises, outside of ``try`` blocks,
@@ -21,6 +22,7 @@ def passing(frame: FrameType | None) -> bool | None:
 
     Args:
         frame: It runs the instruction that asks, or is torch's way from there.
+        prints: Include an ``if`` without an else that only prints, warns or logs.
 
     Returns:
         None where the instruction is no question of a check, or the source is unknown.
@@ -43,7 +45,7 @@ def passing(frame: FrameType | None) -> bool | None:
         return None
     code, last = frame.f_code, frame.f_lasti
     places = list(code.co_positions())
-    check = _checks(code.co_filename).get(places[last // 2])
+    check = _checks(code.co_filename, prints).get(places[last // 2])
     if check is None:
         return None
     # A jump may have the place of another part, or of the whole; the parts' order is kept.
@@ -64,7 +66,7 @@ _Check = dict[_Place, bool | None]
 
 
 @lru_cache(maxsize=256)
-def _checks(file: str) -> dict[_Place, _Check]:
+def _checks(file: str, prints: bool) -> dict[_Place, _Check]:
     """The checks of a file by the places in them.
 
     A check has the passing answer of each part of its condition, in order, and None for the places
@@ -86,7 +88,11 @@ def _checks(file: str) -> dict[_Place, _Check]:
         check: _Check = {}
         if isinstance(node, ast.Assert):
             check = {**_parts(node.test, True), _place(node): None}
-        elif isinstance(node, ast.If) and not node.orelse and _ends_in_an_error(node.body):
+        elif (
+            isinstance(node, ast.If)
+            and not node.orelse
+            and (_ends_in_an_error(node.body) or (prints and all(map(_prints, node.body))))
+        ):
             check = {**_parts(node.test, False), _place(node): None}
         found |= dict.fromkeys(check, check)
     return found
@@ -96,6 +102,13 @@ def _ends_in_an_error(body: list[ast.stmt]) -> bool:
     inside = (node for statement in body for node in ast.walk(statement))
     leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
     return isinstance(body[-1], ast.Raise) and not leaves
+
+
+def _prints(statement: ast.stmt) -> bool:
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return False
+    called = ast.unparse(statement.value.func).lower()
+    return bool(re.fullmatch(r"print|warnings\.warn|(\w+\.)*(log|logger|logging)\.\w+", called))
 
 
 def _parts(test: ast.expr, answer: bool) -> _Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import sys
 import traceback
@@ -244,6 +245,7 @@ def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> boo
     """
     asserted = [(node, str(node.args[1])) for node in nodes if node.target is REQUIRE]
     for term, file, line, checks in answered:
+        asserted = [(node, _narrowed(node, text, term)) for node, text in asserted]
         own = [node for node, text in asserted if f" {term} on node" in text]
         # torch may drop one that the range of its symbol, asserted too, implies.
         names = rf"\b({'|'.join(str(s) for s in term.free_symbols)})\b"
@@ -258,6 +260,24 @@ def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> boo
             place = f"{file}:{line}{only}" if file else ""
             node.meta[CHECK if checks else ANSWER] = place
     return True
+
+
+def _narrowed(requirement: fx.Node, text: str, term: Any) -> str:
+    """Require at most what an answer ``rows <= 1`` says; torch asserts a range that ends at 2."""
+    import sympy
+
+    if not (isinstance(term, sympy.LessThan) and term.rhs.is_Integer):
+        return text
+    found = re.search(rf" {re.escape(str(term.lhs))} <= (\d+) on node", text)
+    if found is None or int(found[1]) <= term.rhs:
+        return text
+    (asked,) = requirement.all_input_nodes
+    with requirement.graph.inserting_before(requirement):
+        met = requirement.graph.call_function(operator.le, (asked.args[0], int(term.rhs)))
+    met.meta.update(asked.meta)
+    text = text.replace(found[0], f" {term} on node")
+    requirement.args = (met, text)
+    return text
 
 
 def bound_guards(

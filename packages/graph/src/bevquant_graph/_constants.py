@@ -225,7 +225,7 @@ class Constants(TorchFunctionMode):
         sized = sized and all(id(v) in self._sized or id(v) in self._known for v in given)
         self.asks_sizes |= sized and name in _CONVERSIONS
         if name in ("__bool__", "item") and not sized:
-            passes = passing(sys._getframe(1))
+            passes = passing(sys._getframe(1), prints=True)
             if passes is not None:
                 return passes
         made = func(*args, **kwargs)
