@@ -93,9 +93,22 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not runs.exists()
 
 
-def test_dry_run_refuses_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_refuses_what_the_run_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["ptq", "--dataset", "kitti", "--dry-run"]) == 2
     assert "--dataset kitti needs --data" in capsys.readouterr().err
+    (tmp_path / "file").write_text("no folder, and no plan")
+    for options, message in (
+        (["--name", "."], "'.' cannot name a run"),
+        (["--runs", str(tmp_path / "file")], "it is a file, not a folder of runs"),
+        (["--runs", str(tmp_path), "--name", "file"], "exists already"),
+        (["--weight-bits", "3"], "weights have 4 to 8 bits"),
+        (["--calibration-frames", "9"], "--calibration-frames 9"),
+        (["--plan", str(tmp_path / "file")], "no plan of precisions"),
+    ):
+        assert main([*PTQ, *options, "--dry-run"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ from bevfusion_quant.stages import (
     quantized_parts,
     sizes_of,
 )
-from bevquant_qnn import LayerRow, RoundingResult, WeightSize, weight_size
+from bevquant_qnn import LayerRow, PrecisionPlan, RoundingResult, WeightSize, weight_size
 from bevquant_quantizers import CalibrationReport, QuantizerRow, watch_quantizers
 from bevquant_quantizers.documents import plain
 from bevquant_quantizers.ranks import current_ranks
@@ -127,6 +127,15 @@ class PtqResult(_RunResult):
     remedy: str = ""
 
 
+def check_settings(
+    config: PtqConfig, frames: int, *, needs_folding: str = ""
+) -> tuple[int, PrecisionPlan | None]:
+    """Number of calibration frames and the plan, of settings that agree; see `run_ptq`."""
+    config.check_weights(needs_folding=needs_folding)
+    plan = None if config.plan is None else read_plan(config.plan)
+    return config.calibration_count(frames), plan
+
+
 def run_ptq(
     frames: Sequence[Frame],
     config: PtqConfig,
@@ -152,10 +161,8 @@ def run_ptq(
         InputError: The input is wrong. Nothing is written.
     """
     clock = Clock()
-    count = config.calibration_count(len(frames))
     needs = "integers" if integers is not None else "files" if export is not None else ""
-    config.check_weights(needs_folding=needs)
-    plan = None if config.plan is None else read_plan(config.plan)
+    count, plan = check_settings(config, len(frames), needs_folding=needs)
     if export is not None:
         refuse_unsigned(config.unsigned, "a run with --unsigned", export)
     if plan is not None and export is not None:

@@ -175,7 +175,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
     ) -> str:
         """For NVIDIA; the `whole` job includes integers and files."""
         from bevfusion_quant.frames import camera_names, frames_of
-        from bevfusion_quant.ptq import PtqConfig, run_ptq
+        from bevfusion_quant.ptq import PtqConfig, check_settings, run_ptq
         from bevfusion_quant.stages import reads_images
 
         images = reads_images(branch, self.model) or (":" in self.model and bool(self.cameras))
@@ -187,8 +187,11 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             weights=weights,
             cameras=camera_names(self) if images else (),
         )
+        frames = frames_of(self, with_cameras=images, size=self.config)
+        if self.dry_run:
+            check_settings(config, len(frames))
         result = run_ptq(
-            frames_of(self, with_cameras=images, size=self.config),
+            frames,
             config,
             integers="auto" if whole else None,
             export=demo_target(branch, self.model) if whole and self.plan is None else None,

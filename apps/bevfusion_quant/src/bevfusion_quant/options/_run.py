@@ -316,10 +316,14 @@ class RunOptions(ShownOptions):
         """The destination; its default name is the command, with a number if it is taken.
 
         Raises:
+            InputError: No run can be written there.
             DryRun: The options ask for no run.
         """
+        from bevfusion_quant.run import check_folder
+
         name = self.name or free_name(self.runs, type(self).__name__.lower())
         if self.dry_run:
+            check_folder(self.runs, name, overwrite=self.overwrite)
             raise DryRun(self.runs / name)
         return {"runs": self.runs, "name": name, "overwrite": self.overwrite, "command": command}
 

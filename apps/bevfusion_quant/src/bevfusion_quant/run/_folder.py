@@ -53,20 +53,14 @@ def run_folder(
         InputError: The name is invalid, or taken and `overwrite` is False, or taken by a folder
             that is no run, or by a run in `keep`.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
-        raise InputError(
-            f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', no leading dot"
-        )
+    check_folder(runs, name, overwrite=overwrite)
     target = runs / name
     if target.exists() and any(run.exists() and target.samefile(run) for run in keep):
         role = "the run that is read" if len(keep) == 1 else "one of the runs that are compared"
         raise InputError(f"{target} is {role}, and would be replaced: choose another --name")
-    _refuse(target, overwrite)
     if not current_ranks().first:
         yield runs / f".{name}.not-here"
         return
-    if runs.exists() and not runs.is_dir():
-        raise InputError(f"--runs {runs}: it is a file, not a folder of runs; choose another")
     made = [p for p in (runs, *runs.parents) if not p.exists()]
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -83,6 +77,17 @@ def run_folder(
         for folder in made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def check_folder(runs: Path, name: str, *, overwrite: bool) -> None:
+    """Refuse a place where no run can be written; see `run_folder`."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+        raise InputError(
+            f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', no leading dot"
+        )
+    if runs.exists() and not runs.is_dir():
+        raise InputError(f"--runs {runs}: it is a file, not a folder of runs; choose another")
+    _refuse(runs / name, overwrite)
 
 
 def write_digests(folder: Path) -> Path:
