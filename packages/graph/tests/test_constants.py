@@ -294,12 +294,18 @@ def test_a_check_of_a_number_of_rows_is_required_and_no_decision(tmp_path: Path)
         graph.replay(x.abs())
 
 
-@pytest.mark.parametrize("question", ["> 0", "<= 1"])
-def test_a_branch_on_few_rows_is_required(tmp_path: Path, question: str) -> None:
-    graph = capture(
-        _checking(tmp_path, f"if len(x[x[:, 0] > 2]) {question}: x = -x"), torch.zeros(3, 4)
-    )
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (0, "if len(x[x[:, 0] > 2]) > 0: x = -x"),
+        (0, "if len(x[x[:, 0] > 2]) <= 1: x = -x"),
+        (1, "for _ in range(len(x[x[:, 0] > 2])): x = -x"),
+    ],
+)
+def test_a_branch_or_loop_on_few_rows_is_required(tmp_path: Path, rows: int, line: str) -> None:
     x = torch.zeros(3, 4)
+    x[:rows] = 9
+    graph = capture(_checking(tmp_path, line), x)
     x[:2] = 9
     with pytest.raises(ValueError, match=r"asked about in .*checking\.py"):
         graph.replay(x)

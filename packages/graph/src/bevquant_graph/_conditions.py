@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ._asserted import passing
+from ._constants import OpenRange
 from ._faults import author_line, is_authors
 from ._size_guards import Guard, check_guards, parsed
 from ._switches import switch_of
@@ -58,7 +59,8 @@ def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
         while frame is not None and author is None and frame.f_code not in outermost:
             file = frame.f_code.co_filename
             if asked is None and (file not in uninteresting_files() or _is_typed(frame)):
-                asked = frame
+                ranges = isinstance(frame.f_locals.get("self"), OpenRange)
+                asked = None if ranges else frame  # as torch's range: its caller asks
             author = f"{file}:{frame.f_lineno}" if is_authors(file) else None
             if frame.f_code is check_guards.__code__:  # of the program that is captured anew
                 author = frame.f_locals["guard"].place or None
