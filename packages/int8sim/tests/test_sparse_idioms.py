@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -368,3 +369,31 @@ def test_coordinates_that_float16_moves_are_others() -> None:
     frame = torch.ones(2, 4), places  # neighbours in float16 alone, as 2047 and 2048
     wanted, made = quantized(HalfPlaces, indexed)(*frame), integers(HalfPlaces, indexed)(*frame)
     assert close(wanted, made)
+
+
+class HalfFeatures(nn.Module):
+    """Features in a type of their own, as encoders in half precision have them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.first, self.second, self.dtype = subm(4, 8, "a"), subm(8, 8, "a"), dtype
+
+    def forward(self, features: Tensor, places: Tensor) -> Tensor:
+        x = spconv.SparseConvTensor(features.to(self.dtype), places, [16, 16, 16], 1)
+        result: Tensor = self.second(self.first(x)).features
+        return result.float()
+
+
+@torch.no_grad()
+def test_layers_of_half_precision_run_in_integers() -> None:
+    model = copy.deepcopy(quantized(HalfFeatures, indexed))
+    made = simulate(model, indexed(0))
+    assert [step.op for step in made.steps].count("sparse_conv") == 2
+    assert not made.float_fallbacks
+    model.dtype = torch.float32
+    frame = indexed(2)[0].half().float(), indexed(2)[1]
+    wanted = simulate(model, indexed(0))(*frame)
+    assert torch.equal(made(*frame), wanted.half().float())  # the same integers
+    model.dtype = torch.bfloat16  # which does not hold the quantized values
+    reasons = [f.reason for f in simulate(model, indexed(0)).float_fallbacks if f.reason]
+    assert any("its input is bfloat16" in reason for reason in reasons)

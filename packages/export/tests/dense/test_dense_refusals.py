@@ -150,20 +150,23 @@ def test_other_than_eight_bits_are_refused(
         export_qdq_onnx(model, x, tmp_path / "net.onnx")
 
 
-def test_a_layer_in_float16_is_refused_with_the_remedy(
+def test_a_layer_in_bfloat16_is_refused_with_the_remedy(
     calibrated: Fixture, x: Tensor, tmp_path: Path
 ) -> None:
     class Mixed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
-            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1).half()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1).to(dtype)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).half()).float()
+            return self.second(self.first(x).to(self.second.weight.dtype)).float()
 
-    model = simulate(calibrated(Mixed(), x), x)
-    with pytest.raises(ValueError, match=r"float16 or bfloat16 .*call model\.float\(\)"):
+    model = simulate(calibrated(Mixed(torch.bfloat16), x), x)
+    with pytest.raises(ValueError, match=r"bfloat16; cast its input to float32"):
         export_qdq_onnx(model, x, tmp_path / "mixed.onnx")
+    model = simulate(calibrated(Mixed(torch.float16), x), x)  # a layer of integers
+    assert not model.float_fallbacks
+    assert not export_qdq_onnx(model, x, tmp_path / "half.onnx").notes
 
 
 def test_hb_mapper_takes_no_inputs_of_integers(

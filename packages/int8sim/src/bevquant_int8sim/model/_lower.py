@@ -27,6 +27,7 @@ from bevquant_int8sim.model._integer_steps import (
     WeightedSum,
 )
 from bevquant_int8sim.model._operation import (
+    CAST,
     Operation,
     Operations,
     RequiredTypes,
@@ -323,6 +324,9 @@ class _Lowering:
 
     def _moved(self, operation: Operation, required: RequiredType) -> str:
         """The move in one form."""
+        if operation.what == CAST and isinstance(required.form, Integers):
+            self.have[operation.output, required] = self.have[operation.moved[0], required]
+            return self.have[operation.output, required]
         made = self._new(operation.output, required)
 
         def read(ref: Ref) -> Ref:

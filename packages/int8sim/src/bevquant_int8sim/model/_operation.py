@@ -20,6 +20,8 @@ from bevquant_int8sim.model._step import Ref, names_in
 # Questions about a tensor, whose answers are the same for its integers.
 METADATA = frozenset("shape size ndim dim device numel nelement".split())
 
+CAST = "cast"  # A move from one type of floats to another: the same integers.
+
 
 @dataclass(frozen=True, eq=False)
 class Operation:

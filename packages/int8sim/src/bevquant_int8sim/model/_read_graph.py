@@ -16,7 +16,7 @@ from bevquant_int8sim.model._float_sparse import FloatSparseConv, OpaqueCall
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
 from bevquant_int8sim.model._grid_operations import grid_call, require, sample_call
-from bevquant_int8sim.model._operation import Operation, Operations
+from bevquant_int8sim.model._operation import CAST, Operation, Operations
 from bevquant_int8sim.model._quantized_layer import Layer, quantized_layer
 from bevquant_int8sim.model._quantizers import (
     SimulateError,
@@ -31,6 +31,7 @@ from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
 _LAST = 2**63 - 1  # the end of a slice without one
+_HOLD_INTEGERS = {torch.float16, torch.float32, torch.float64}  # bfloat16 rounds quantized values
 
 
 def read_graph(graph: Graph) -> Operations:
@@ -126,14 +127,22 @@ class _Reader(GraphValues):
                 node, "layer", args=(x,), what=type(self.graph.module(node)).__name__,
                 layer=layer, natural=ACCUMULATORS,
             )  # fmt: skip
-        reason = layer if isinstance(layer, str) else "it is called with further arguments"
-        given = node.args[0].meta["val"].dtype if isinstance(node.args[0], fx.Node) else None
-        if not isinstance(layer, str) and given == torch.bfloat16:
-            reason = (
-                "its input is bfloat16, which does not hold the quantized values; leave "
-                "torch.autocast, or call model.float() before it is quantized and calibrated"
-            )
-        return self._any(node, spec, reason)
+        reason = "" if isinstance(layer, str) else "it is called with further arguments"
+        return self._any(node, spec, self._why_float(node, layer) or reason)
+
+    def _why_float(self, node: fx.Node, layer: Any) -> str:
+        """Why a layer does not run in integers, if the layer or the type of its input says it."""
+        if isinstance(layer, str):
+            return layer
+        x: Any = node.args[0]
+        while x.meta["val"].dtype != torch.bfloat16:
+            if not op_spec(x.target).casts:  # sparse kernels have one in front
+                return ""
+            x = x.args[0]
+        return (
+            "its input is bfloat16, which does not hold the quantized values; leave "
+            "torch.autocast, or call model.float() before it is quantized and calibrated"
+        )
 
     def _layer_of(self, node: fx.Node) -> Any:
         """The integer layer that a product is, or why it stays float."""
@@ -315,6 +324,9 @@ class _Reader(GraphValues):
             before = node.all_input_nodes[0].meta["val"]
             if before.dtype == value.dtype:
                 return args[0]
+            held = self._is_tensor(args[0]) and self.natural[args[0].name] != FLOAT
+            if held and {before.dtype, value.dtype} <= _HOLD_INTEGERS:
+                return self._move(node, args[0], args, CAST, function=target, kwargs=kwargs)
             # A cast is no operation that lacks a form, so no reason is reported.
             reason = " "
         quantizer = module._modules.get("_input_quantizer")
@@ -368,7 +380,7 @@ class _Reader(GraphValues):
             weight = permute_weight(weight, *layouts, kernel_size=geometry.kernel_size).clone()
             bias = None if bias is None else bias.clone()
             step = FloatSparseConv(weight, bias, geometry, self._key(node))
-            reason = layer if isinstance(layer, str) and layer else "it is not quantized"
+            reason = self._why_float(node, layer) or "it is not quantized"
             result = self._float(
                 node, (x, Ref(coords)), {}, reason, module=step, what=type(module).__name__,
                 output=made, coords=behind,
