@@ -553,3 +553,21 @@ def test_sums_that_a_forward_compares_have_one_quantizer() -> None:
     assert [m.path for m in result.quantized if "quantizer" in m.path] == ["residual_quantizer"]
     calibrate(result.model, [x])
     assert result.model(*x)[1]
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_trace_of_torch_fx_reports_its_additions(observed):
+    traced = torch.fx.symbolic_trace(Added().eval()).eval()
+    example = torch.ones(1, 3, 4, 4) if observed else None
+    result = qnn.quantize_model(traced, example_inputs=example)
+    (note,) = [note.reason for note in result.skipped if "additions" in note.reason]
+    assert "torch.fx wrote it; quantize the model that was traced" in note

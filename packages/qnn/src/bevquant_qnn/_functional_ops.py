@@ -156,10 +156,14 @@ def quantize_functional_ops(
     if not (any(joins) or config.quantize_matmul):
         return done, skipped, placed
     for path, module in list(model.named_modules()):
-        if not may_hold_functional_ops(module) and not own[module]:
+        # No operation of its code can have a child: torch.fx writes it anew in every copy.
+        traced = isinstance(module, fx.GraphModule) and any(map(is_quantized, module.modules()))
+        if not (may_hold_functional_ops(module) or traced or own[module]):
             continue
         pattern = config.excluded_by(path)
         reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
+        if traced and reason is None:
+            reason = "torch.fx wrote it; quantize the model that was traced instead"
         if is_table(module) and reason is None and not observed:
             reason = "its inputs are unknown without example inputs"
         if reason is not None:
