@@ -311,6 +311,18 @@ def test_a_branch_or_loop_on_few_rows_is_required(tmp_path: Path, rows: int, lin
         graph.replay(x)
 
 
+def test_one_row_that_a_squeeze_would_remove_is_refused(tmp_path: Path) -> None:
+    model = _checking(tmp_path, "x = x[(x[:, 0] > 2).nonzero().squeeze()]")
+    x = torch.zeros(3, 4)
+    x[:2] = 9
+    graph = capture(model, x)
+    x[2] = 8
+    assert torch.equal(graph.replay(x), model(x))
+    x[1:] = 0  # the author's index has no axis then
+    with pytest.raises(ValueError, match=r"other than 1 row, got 1 \(nonzero .*checking\.py:10"):
+        graph.replay(x)
+
+
 @pytest.mark.parametrize("name", DECISIONS)
 def test_a_decision_by_values_is_no_check(tmp_path: Path, name: str) -> None:
     graph = capture(_checking(tmp_path, DECISIONS[name]), torch.rand(2, 4))

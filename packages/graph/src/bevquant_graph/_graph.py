@@ -52,7 +52,7 @@ from ._signature import (
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._switches import branch_of, size_questions
-from ._tidy import ANSWER, CHECK, NUMBERS, REQUIRE, SHELL, TENSOR_FORMS, fixed_number, inside
+from ._tidy import ANSWER, CHECK, KEPT, NUMBERS, REQUIRE, SHELL, TENSOR_FORMS, fixed_number, inside
 
 
 class Graph:
@@ -497,6 +497,12 @@ class Graph:
         Raises:
             ValueError: Always.
         """
+        if requirement.args[1] == KEPT:
+            raise ValueError(
+                f"{type(self.model).__name__}: expected other than 1 row, got 1 "
+                f"({self.required(requirement)}): squeeze then removes this axis too. Name the "
+                "axes that it is to remove, as in squeeze(1)"
+            )
         raise ValueError(
             f"{type(self.model).__name__}: its forward decides by a number that it takes out of a "
             f"tensor, or by its number of rows ({self.required(requirement)}), and the example's "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ._faults import author_line
 from ._normal import normalise
 from ._operators import op_spec
 
@@ -28,6 +29,9 @@ ANSWER = "bevquant_answer"
 
 CHECK = "bevquant_check"
 """The same of an author's check, which decides nothing: frames that fail it have no result."""
+
+KEPT = "a squeezed axis of an open number of rows is kept"
+"""Message of the requirement that this number is not 1."""
 
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
@@ -172,6 +176,25 @@ def _count_values(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def _keep_axes(node: fx.Node) -> None:
+    """Require of axes of open numbers of rows that the squeeze keeps them: not of one row."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # and sympy
+
+    x: Any = node.args[0]
+    shape = x.meta["val"].shape
+    dims: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
+    for axis in (dims,) if isinstance(dims, int) else dims:
+        size = shape[axis]
+        if not (isinstance(size, torch.SymInt) and free_unbacked_symbols(size)):
+            continue
+        with node.graph.inserting_before(node):
+            rows = node.graph.call_function(_aten.sym_size.int, (x, axis % len(shape)))
+            met = node.graph.call_function(operator.ne, (rows, 1))
+            kept = node.graph.call_function(REQUIRE, (met, KEPT))
+        rows.meta, met.meta = {**node.meta, "val": size}, {**node.meta, "val": size != 1}
+        kept.meta = {**node.meta, "val": None, CHECK: author_line(node)}
+
+
 def tidy(module: fx.GraphModule, model: nn.Module) -> None:
     """Remove assertions about sizes and operations without effect; unify norms and new memory."""
     graph = module.graph
@@ -204,6 +227,8 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
             joined = _joined(node.args[0])
             node.meta[PASSED_OVER] = len(joined) < len(node.args[0])
             node.args = (joined, *node.args[1:])
+        elif getattr(node.target, "overloadpacket", None) is _aten.squeeze:
+            _keep_axes(node)
         elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
