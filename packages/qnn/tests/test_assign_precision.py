@@ -287,6 +287,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(measured):
     for wrong in ({}, {"score": 1.0, "size": 1.0}, {"time": math.nan}):
         with pytest.raises(ValueError, match="Budget takes"):
             Budget(**wrong)
+    with pytest.raises(TypeError, match=r"expected a Budget, as Budget\(time=1.2\), got 0.5"):
+        assign_precision(model, table, 0.5)
 
 
 def test_a_plan_tells_what_it_changes_and_under_what_ranges_are_searched():

@@ -132,6 +132,7 @@ def assign_precision(
     Raises:
         ValueError: The table belongs to another model, a cost is missing or not positive, or no
             plan is within the budget; the message states the best that is.
+        TypeError: The budget is a number or a text.
 
     Example:
         >>> import torch
@@ -146,6 +147,10 @@ def assign_precision(
         >>> plan["0"], plan["2"]  # the first has seven times as many multiplications
         ('int8', 'float')
     """
+    if not isinstance(budget, Budget):
+        raise TypeError(
+            f"assign_precision: budget: expected a Budget, as Budget(time=1.2), got {budget!r}"
+        )
     space = plan_space(model, sensitivity, costs, "assign_precision")
     best = _within(space, budget)
     return space.plan(best.precisions(), sensitivity.score(best.loss), measured=False)
