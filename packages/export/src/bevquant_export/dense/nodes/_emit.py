@@ -91,11 +91,11 @@ def emit(
     """
     emitter = Emitter(source, graph, inputs, integer_sums)
     asked = {name for step in decisions(integer_model(source.integer)) for name in step.outputs}
-    read, steps = asked.union(names_in(source.program.result)), list[Step]()
+    read, steps = {*map(_whole, (*asked, *names_in(source.program.result)))}, list[Step]()
     for step in reversed(source.program.steps):
         # What only an author's check reads decides nothing, and an engine may not import it.
-        if isinstance(step, Coordinates) or not read.isdisjoint(step.outputs):
-            read.update(step.inputs)
+        if isinstance(step, Coordinates) or not read.isdisjoint(map(_whole, step.outputs)):
+            read.update(map(_whole, step.inputs))
         elif not isinstance(step, NumberCall):
             continue
         steps.append(step)
@@ -105,6 +105,11 @@ def emit(
         emitter.give(name)
     emitter.require_answers()
     return emitter.states
+
+
+def _whole(name: str) -> str:
+    """The tuple of a member such as ``chunk[0]``; else the value itself."""
+    return name.partition("[")[0]
 
 
 class Emitter:
