@@ -276,6 +276,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(measured):
         assign_precision(other, table, Budget(time=1))
     with pytest.raises(ValueError, match=r"the fastest takes 0\.5"):
         assign_precision(model, table, Budget(time=0.2))
+    with pytest.raises(ValueError, match=r"no plan takes 0 of the int8 model's time"):
+        assign_precision(model, table, Budget(time=0.0))
     with pytest.raises(ValueError, match=r"no plan takes 0\.4 of .* size; .*smallest 0\.5"):
         assign_precision(model, table, Budget(size=0.4))
     with pytest.raises(ValueError, match=r"no plan reaches sqnr 200; float has 144\.5"):

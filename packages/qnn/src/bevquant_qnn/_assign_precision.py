@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -99,9 +100,9 @@ class Budget:
 
     def text(self) -> str:
         """The limits in words."""
-        kinds = ("time", self.time), ("size", self.size)
-        texts = [f"{limit:g} of the int8 model's {kind}" for kind, limit in kinds if limit]
-        return " and ".join(texts)
+        kinds = {"time": self.time, "size": self.size}.items()
+        given = ((kind, limit) for kind, limit in kinds if limit is not None)
+        return " and ".join(f"{limit:g} of the int8 model's {kind}" for kind, limit in given)
 
 
 def assign_precision(
@@ -200,8 +201,7 @@ def plan_front(
     chosen: dict[Point, None] = {}
     for i in range(points if found else 0):
         limit = values[0] + i * (values[-1] - values[0]) / (points - 1)
-        last = max(at for at, value in enumerate(values) if value <= limit * (1 + 1e-9))
-        chosen[found[last]] = None
+        chosen[found[bisect_right(values, limit * (1 + 1e-9)) - 1]] = None
     return tuple(
         space.plan(p.precisions(), sensitivity.score(p.loss), measured=False) for p in chosen
     )
