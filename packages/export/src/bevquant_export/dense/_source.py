@@ -192,6 +192,11 @@ def ports_of(model: IntegerModel) -> dict[str, tuple[str, Any]]:
     return dict(zip(names_in(model.program.signature), found, strict=True))
 
 
+def tuple_of(name: str) -> str:
+    """The tuple of a member such as ``chunk[0]``; else the value itself."""
+    return name.partition("[")[0]
+
+
 def location(program: QdqProgram, step: Step) -> str:
     """``file:line`` of the author's code that computes a step; "" where unknown."""
     source = program.model.source if isinstance(program, _Simulated) else None
@@ -304,7 +309,7 @@ class Source:
     def dtype(self, name: str) -> Any:
         """Torch type of the tensor in the file: float32 for quantized values."""
         values = self.program.values
-        form = values.get(name) or values.get(name.partition("[")[0])
+        form = values.get(name) or values.get(tuple_of(name))
         if form is not None and form.form not in ("float", "number"):
             return torch.float32
         return self.dtypes.get(name, torch.float32)

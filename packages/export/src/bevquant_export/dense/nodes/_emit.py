@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import counts_frames, decisions
-from bevquant_export.dense._source import Source, integer_model, location
+from bevquant_export.dense._source import Source, integer_model, location, tuple_of
 from bevquant_export.dense.nodes._at import At
 from bevquant_export.dense.nodes._blocks import nvfp4_pair, nvfp4_product
 from bevquant_export.dense.nodes._floats import as_layer, float_operation
@@ -91,11 +91,11 @@ def emit(
     """
     emitter = Emitter(source, graph, inputs, integer_sums)
     asked = {name for step in decisions(integer_model(source.integer)) for name in step.outputs}
-    read, steps = {*map(_whole, (*asked, *names_in(source.program.result)))}, list[Step]()
+    read, steps = {*map(tuple_of, (*asked, *names_in(source.program.result)))}, list[Step]()
     for step in reversed(source.program.steps):
         # What only an author's check reads decides nothing, and an engine may not import it.
-        if isinstance(step, Coordinates) or not read.isdisjoint(map(_whole, step.outputs)):
-            read.update(map(_whole, step.inputs))
+        if isinstance(step, Coordinates) or not read.isdisjoint(map(tuple_of, step.outputs)):
+            read.update(map(tuple_of, step.inputs))
         elif not isinstance(step, NumberCall):
             continue
         steps.append(step)
@@ -105,11 +105,6 @@ def emit(
         emitter.give(name)
     emitter.require_answers()
     return emitter.states
-
-
-def _whole(name: str) -> str:
-    """The tuple of a member such as ``chunk[0]``; else the value itself."""
-    return name.partition("[")[0]
 
 
 class Emitter:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bevquant_export.dense._source import tuple_of
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.nodes._graph import Array
 from bevquant_export.dense.nodes._profile import profile_of
@@ -62,7 +63,7 @@ class Pieces:
         # Each tensor to the values of the program that it is.
         self.names: dict[str, list[str]] = defaultdict(list)
         for value, tensor in self.tensors.items():
-            if not {value, value.rpartition("[")[0]} & program.values.keys():
+            if not {value, tuple_of(value)} & program.values.keys():
                 raise self.absent(tensor)
             self.names[tensor].append(value)
         proto = onnx.load_model_from_string(content)
@@ -90,7 +91,7 @@ class Pieces:
     def form(self, tensor: str) -> Any:
         """Form of its values in the program; members of a tuple have the tuple's."""
         name, values = self.names[tensor][0], self.program.values
-        return (values.get(name) or values[name.rpartition("[")[0]]).form
+        return (values.get(name) or values[tuple_of(name)]).form
 
     def stored(self, value: Array, tensor: str) -> Array:
         """Integers as the file has them."""
