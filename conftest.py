@@ -24,12 +24,12 @@ gc.disable()  # until all is imported and collected
 
 
 def pytest_addoption(parser):
-    """`--first-cases` and `--tests-of-a-file`, by which sessions are short; `--standin`."""
+    """`--first-cases` and `--files`, by which sessions are short; `--standin`."""
     parser.addoption(
         "--first-cases", action="store_true", help="run the first case of each test alone"
     )
     parser.addoption(
-        "--tests-of-a-file", type=int, metavar="N", help="run at most N tests of each file"
+        "--files", type=int, metavar="N", help="run one test of each of at most N files"
     )
     parser.addoption(
         "--standin", action="store_true", help="bevquant_sparse stands in for an absent spconv"
@@ -56,12 +56,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             first.setdefault(item.nodeid.partition("[")[0], item)
         items[:] = first.values()
-    most = config.getoption("tests_of_a_file")
+    most = config.getoption("files")
     if most is not None:
-        by_file = {}
-        for item in items:
-            by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
-        items[:] = [item for tests in by_file.values() for item in tests[:most]]
+        of_files = {item.nodeid.partition("::")[0]: item for item in items}
+        items[:] = [*of_files.values()][:most]
     # Across packages, then tests of one package, then doctests.
     items.sort(key=lambda item: ("/src/" in item.nodeid, item.nodeid.startswith("packages/")))
 

@@ -188,7 +188,7 @@ def isolated(session: nox.Session, package: str) -> None:
     """One package with its declared dependencies alone passes its own tests.
 
     `-- --first-cases` runs one case of each test: enough to see that nothing is missing. With
-    `--tests-of-a-file 4` these are others in each run, as their order is random.
+    `--files 12` it is one test of twelve files, others in each run, as their order is random.
     """
     # nuscenes-devkit asks for numpy below 2: here alone the app meets that numpy.
     extras = {"bevfusion_quant": "cpu,nuscenes,test", "bevfusion": "cpu,test"}.get(package, "test")
