@@ -32,7 +32,8 @@ def test_json_round_trip(config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_bits": 1}, "num_bits must be a whole number from 2 to 16, got 1"),
+        ({"num_bits": 1}, "num_bits must be a whole number from 2 to 16, .*, got 1"),
+        ({"num_bits": "nvfp4"}, "got 'nvfp4'. .*: apply_precision with a PrecisionPlan"),
         ({"input_calibrator": "mse"}, "input_calibrator must be 'histogram' or 'max', got mse"),
         ({"exclude": "head"}, r"must be a tuple of paths; write \('head',\)"),
     ],

@@ -109,6 +109,18 @@ def test_plans_mix_formats_by_layer(tmp_path: Path) -> None:
     assert {TensorProto.UINT8, TensorProto.INT16, TensorProto.FLOAT8E4M3FN} <= kinds
 
 
+def test_layers_of_8_bits_upstream_of_16_run_in_float32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(500, 256)
+    net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 32))
+    model = calibrated(net, x, num_bits=8)
+    apply_precision(model, PrecisionPlan.by_hand(model, {"2": "int16"}))
+    calibrate(model, [x])
+    rows = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime").differences
+    assert {row.form for row in rows} == {"int8", "int16"}
+    assert sum(row.ties for row in rows) > 0  # sums of 256 float32 products, steps of 1/32,767
+
+
 def test_a_changed_weight_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)

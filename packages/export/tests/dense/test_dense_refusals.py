@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevquant_export import export_float_onnx, export_qdq_onnx
+from bevquant_export import export_float_onnx, export_qdq_onnx, open_onnx
 from bevquant_int8sim import simulate
 from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate, hb_mapper
@@ -107,6 +107,42 @@ def test_bfloat16_is_refused_by_name(
     net = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Rounds()), x)
     with pytest.raises(ValueError, match="bfloat16; cast its input to float32"):
         export_qdq_onnx(net, x, tmp_path / "net.onnx", target)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.bfloat16, "output output is torch.bfloat16, .* return it as float32"),
+        (torch.complex64, "is torch.complex64, .* return its real and imaginary parts"),
+    ],
+)
+def test_output_types_without_a_form_are_refused_by_name(
+    dtype: torch.dtype, message: str, calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    net = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Returns(dtype)), x)
+    with pytest.raises(ValueError, match=message):
+        export_qdq_onnx(net, x, tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt10", "tensorrt11"])
+def test_a_half_output_is_written(
+    target: str, calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    net = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Returns(torch.float16)), x)
+    file = export_qdq_onnx(net, x, tmp_path / "net.onnx", target)
+    (port,) = onnx.load(file.path).graph.output
+    assert port.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+    (made,) = open_onnx(file.path)({"input": x}).values()
+    torch.testing.assert_close(made, net(x).float(), rtol=0, atol=2e-2)
+
+
+class Returns(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
 
 
 def test_what_only_a_later_operator_set_has_is_named(

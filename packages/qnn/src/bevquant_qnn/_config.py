@@ -88,7 +88,11 @@ class QuantConfig:
             if isinstance(bits, tuple):
                 format_of(bits)  # refuses pairs that are no FP8
             elif not isinstance(bits, int) or not 2 <= bits <= 16:
-                msg = f"QuantConfig.{name} must be a whole number from 2 to 16, got {bits}."
+                msg = (
+                    f"QuantConfig.{name} must be a whole number from 2 to 16, or (4, 3) or (5, 2) "
+                    f"for FP8, got {bits!r}. Formats with block scales are for single layers: "
+                    "apply_precision with a PrecisionPlan sets them"
+                )
                 raise ValueError(msg)
         for name in ("input_calibrator", "weight_calibrator"):
             if getattr(self, name) not in get_args(Calibrator):

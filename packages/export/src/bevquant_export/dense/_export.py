@@ -178,6 +178,10 @@ def export_qdq_onnx(
     source = read_model(model, args, rows=chosen.voxels and not dynamic_batch, **settings)
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names, inputs.values())
+    for ref, name in outputs:
+        if (dtype := source.dtype(ref)) not in TYPES:
+            remedy = "its real and imaginary parts" if dtype.is_complex else "it as float32"
+            raise QdqError(f"output {name} is {dtype}, which a file cannot return; return {remedy}")
     refuse_float8(source.program, chosen.float8, "export_qdq_onnx", f"profile {profile!r}")
     try:
         graph, made = _emitted(source, chosen, inputs, outputs, integer_sums)

@@ -16,7 +16,7 @@ from bevquant_int8sim.program import Ref, Step
 # TensorProto's numbers of types.
 TYPES = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6,
-    torch.int64: 7, torch.bool: 9, torch.float64: 11,
+    torch.int64: 7, torch.bool: 9, torch.float16: 10, torch.float64: 11,
 }  # fmt: skip
 
 Read = Callable[[str], str]

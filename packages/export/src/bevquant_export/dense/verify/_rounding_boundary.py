@@ -271,7 +271,10 @@ class RoundingBoundary:
             value, largest = value + bias, largest + np.abs(bias)
         transposed = isinstance(step, ConvTranspose)
         integer = self._profile.integer_bias and not transposed
-        integer = integer and (form.bits == 8 or form.unsigned)
+        # ONNX Runtime has no integer kernel with 16 bits on either side.
+        integer = integer and all(
+            kind.bits == 8 or kind.unsigned for kind in (form, made) if isinstance(kind, Integers)
+        )
         if self._profile.runner == "openvino":  # adds the bias to rounded products of the sums
             rounded = rounded + _ROUNDINGS * UNIT * (np.abs(total * unit) + np.abs(value))
         if integer and isinstance(made, Integers):
