@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,32 @@ def test_another_memory_is_refused() -> None:
     made = with_memory(head(), frames(3))
     with pytest.raises(ValueError, match=r"expected the memory \['info', .*got \['past'\]"):
         made(frames(1)[0], {"past": torch.ones(1)})
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: deque[Tensor] = deque(maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past.append(x)
+        return torch.stack([*self.past]).mean(0)
+
+
+def test_a_deque_is_a_list_in_the_memory() -> None:
+    frames = [torch.randn(3) for _ in range(4)]
+    made = with_memory(Window(), frames)
+    whole = Window()
+    assert all(map(torch.equal, in_sequence(made, frames), map(whole, frames)))
+    _, memory = made(frames[1], made(frames[0])[1])
+    assert isinstance(memory["past"], list)
+    graph = capture(made, {"frame": frames[2], "memory": memory})
+    result, memory = graph.replay(frame=frames[2], memory=memory)
+    assert torch.equal(result, (frames[1] + frames[2]) / 2)
+    assert all(map(torch.equal, memory["past"], frames[1:3]))
+
+
+def test_a_mean_over_frames_is_no_function_of_one() -> None:
+    """Two equal frames have the mean of one, so two calls on the same inputs do not tell."""
+    with pytest.raises(CaptureError, match="keeps past from call to call"):
+        capture(Window(), torch.randn(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def same_constant(one: Any, other: Any, _met: frozenset[tuple[int, int]] = froze
     met = _met | {pair}
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple | dict):
+    if isinstance(one, list | tuple | dict | deque):
         if isinstance(one, dict) and one.keys() != other.keys():
             return False
         keys = one if isinstance(one, dict) else range(len(one))

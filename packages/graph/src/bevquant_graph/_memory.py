@@ -8,6 +8,7 @@ named inputs and outputs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -64,10 +65,14 @@ class WithMemory(nn.Module):
         before = {name: held.get(last, _ABSENT) for name, held, last in places}
         try:
             for name, held, last in places:
-                if memory.get(name, before[name]) is not _ABSENT:
-                    held[last] = own_inputs(memory.get(name, before[name]))
+                if (value := memory.get(name, before[name])) is not _ABSENT:
+                    held[last] = own_inputs(value)
+                if isinstance(before[name], deque):
+                    held[last] = deque(held[last], before[name].maxlen)
             result = self.model(*args, **kwargs)
-            return result, {name: held[last] for name, held, last in places}
+            after = {name: held[last] for name, held, last in places}
+            # Inputs and results have no deques.
+            return result, {n: [*v] if isinstance(v, deque) else v for n, v in after.items()}
         finally:
             for name, held, last in places:
                 if before[name] is _ABSENT:
