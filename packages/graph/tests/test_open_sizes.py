@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -223,3 +224,23 @@ def test_the_first_chosen_row_goes_with_every_size(total: Any) -> None:
         net(-torch.ones(2, 3, 4, 6))
     with pytest.raises((ValueError, RuntimeError)):
         graph.replay(-torch.ones(2, 3, 4, 6))
+
+
+class Keeps(nn.Module):
+    """The first tokens, a share of them, asked twice: whether it is all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for _ in range(2):
+            rest = x.shape[1] - 8
+            keep = math.ceil(0.7 * rest)
+            if keep != rest:
+                x = torch.cat([x[:, :8], x[:, 8:].sort(1)[0][:, :keep] * 2], 1)
+        return x
+
+
+def test_a_share_of_a_size_ends_a_slice_at_a_size() -> None:
+    graph = capture(Keeps(), torch.randn(2, 4, 7))
+    assert not graph.decided
+    x = torch.randn(3, 4, 7)
+    assert torch.equal(graph.replay(x), Keeps()(x))
