@@ -70,6 +70,8 @@ def test_a_missing_file_is_refused_before_anything_is_built(
     assert f"{option} runs/none.pth: no such file in {Path('runs').absolute()}" in (
         capsys.readouterr().err
     )
+    assert main([*PTQ, option, ".", "--dry-run"]) == 2
+    assert f"{option} .: it is a folder; give the file in it" in capsys.readouterr().err
 
 
 def test_demo_takes_the_settings_of_a_run_with_weights(

@@ -392,6 +392,8 @@ def check_options(options: DataclassInstance) -> None:
                 raise InputError(f"{option} {value}: it must be from 0 to {largest}")
         elif isinstance(value, Path) and one.name in _FILES:
             if str(value) not in ("trained", "random") and not value.is_file():
-                raise InputError(f"{option} {value}: no such file in {value.absolute().parent}")
+                here = f"no such file in {value.absolute().parent}"
+                is_folder = "it is a folder; give the file in it"
+                raise InputError(f"{option} {value}: {is_folder if value.is_dir() else here}")
         elif isinstance(value, float) and not isfinite(value):
             raise InputError(f"{option} {value}: it must be a finite number")
