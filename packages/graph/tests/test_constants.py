@@ -323,6 +323,18 @@ def test_one_row_that_a_squeeze_would_remove_is_refused(tmp_path: Path) -> None:
         graph.replay(x)
 
 
+@pytest.mark.parametrize("axes", ["0", ""])
+def test_a_squeeze_removes_the_one_chosen_row_of_the_example(tmp_path: Path, axes: str) -> None:
+    model = _checking(tmp_path, f"x = x[x[:, 0] > 2].squeeze({axes})")
+    x = torch.zeros(3, 4)
+    x[1] = 9
+    graph = capture(model, x)
+    assert torch.equal(graph.replay(x[:2].flip(0)), model(x[:2]))
+    x[2] = 8
+    with pytest.raises(ValueError, match=r"number of rows .*checking\.py:10"):
+        graph.replay(x)
+
+
 @pytest.mark.parametrize("name", DECISIONS)
 def test_a_decision_by_values_is_no_check(tmp_path: Path, name: str) -> None:
     graph = capture(_checking(tmp_path, DECISIONS[name]), torch.rand(2, 4))

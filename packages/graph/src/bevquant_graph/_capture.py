@@ -29,7 +29,7 @@ from ._constants import Constants, ReshapesInput
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, refuse_unusable, running, spconv_call, where
 from ._frames import VARYING, is_input
-from ._graph import Graph
+from ._graph import Graph, OneRow
 from ._kinds import check_kind
 from ._opaque import Opaque, opaque_modules
 from ._own_inputs import twin
@@ -115,12 +115,14 @@ def _captured(
     check: bool,
     open_sizes: bool,
     unread: bool,
+    squeezes_row: bool = False,
 ) -> Graph:
     """A new graph; with `unread`, without members of the arguments that the forward ignores."""
     start = perf_counter()
     # Tensors that are attributes are written to by a trace too.
     with state_kept(model), quiet():
         made = _Traces(model, given, open_sizes=open_sizes, unread=unread)
+        made.constants.squeezes_row = squeezes_row
         program, result = made.followed()
     members, opaque = made.members, made.opaque
     tidy(program.graph_module, model)
@@ -142,6 +144,10 @@ def _captured(
     if check:
         try:
             graph.check(given[1] or given[0])
+        except OneRow:
+            if squeezes_row:
+                raise
+            return _captured(model, given, state, check, open_sizes, unread, squeezes_row=True)
         except CaptureError:
             # A member that the forward read unnoticed may be missing: again with all of them.
             if members.required(given) is not given:

@@ -122,6 +122,7 @@ class Constants(TorchFunctionMode):
         of_sizes: Whether the forward makes a tensor from open sizes, such as the sizes of levels.
         asks_sizes: Whether it asks for a number of such a tensor, as ``assert sizes.sum() == n``.
         fix_sizes: Whether these sizes are fixed to the example's, which makes the tensor constant.
+        squeezes_row: Whether a squeeze of chosen rows decides by their number: the example has one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,6 +134,7 @@ class Constants(TorchFunctionMode):
         self.taken: dict[Place, Tensor] = {}
         self._sized: dict[int, Tensor] = {}  # tensors that are computed from open sizes alone
         self.written = self.of_sizes = self.asks_sizes = self.fix_sizes = False
+        self.squeezes_row = False
         self._inputs: set[int] = set()
         self._reshapes = False
 
@@ -185,6 +187,8 @@ class Constants(TorchFunctionMode):
                 return True
         if name == "squeeze":
             _fix_squeezed(*args, **kwargs)
+            if self.squeezes_row:
+                return _squeezed(*args, **kwargs)
         if name in _INDEXED:
             args = (args[0], self._open_bounds(args[1]), *args[2:])
         if name == "pad" and self._is_count(kwargs.get("value")):
@@ -453,15 +457,31 @@ def _as_of_tensor(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args[:1], {**dict(zip(("dtype", "device"), args[1:], strict=False)), **kwargs}
 
 
+def _axes(x: Tensor, dim: int | tuple[int, ...] | None) -> list[int]:
+    """The axes that a squeeze may remove, the last first."""
+    named = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return sorted((axis % x.dim() for axis in named), reverse=True) if x.dim() else []
+
+
 def _fix_squeezed(x: Any, dim: int | tuple[int, ...] | None = None) -> None:
     """Fix the open axes of size 1 that a squeeze removes; torch would keep them."""
-    axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    for axis in axes if x.dim() else ():
+    for axis in _axes(x, dim):
         size = x.shape[axis]
         # Results of later operators, as of `torch.where`, would have another number of axes.
         # torch notes the answer as a guard, but keeps an earlier "unknown" of computed sizes.
         if isinstance(size, torch.SymInt) and size.node.hint == 1 and size == 1:
             type(size.node.shape_env)._maybe_evaluate_static.cache_clear()
+
+
+def _squeezed(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """A squeeze that asks for numbers of chosen rows; torch would keep their axes."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # and sympy
+
+    for axis in _axes(x, dim):
+        size = x.shape[axis]
+        chosen = isinstance(size, torch.SymInt) and free_unbacked_symbols(size)
+        x = x.select(axis, 0) if chosen and size == 1 else x.squeeze(axis)
+    return x
 
 
 def _is_open(value: Any) -> bool:

@@ -55,6 +55,10 @@ from ._switches import branch_of, size_questions
 from ._tidy import ANSWER, CHECK, KEPT, NUMBERS, REQUIRE, SHELL, TENSOR_FORMS, fixed_number, inside
 
 
+class OneRow(ValueError):
+    """A squeeze would remove an axis of chosen rows, which the graph keeps."""
+
+
 class Graph:
     """The operations of a model, functional: no operation changes another's result.
 
@@ -508,7 +512,7 @@ class Graph:
             ValueError: Always.
         """
         if requirement.args[1] == KEPT:
-            raise ValueError(
+            raise OneRow(
                 f"{type(self.model).__name__}: expected other than 1 row, got 1 "
                 f"({self.required(requirement)}): squeeze then removes this axis too. Name the "
                 "axes that it is to remove, as in squeeze(1)"
