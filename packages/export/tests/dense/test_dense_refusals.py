@@ -230,6 +230,7 @@ def test_hb_mapper_takes_no_inputs_of_integers(
         ({"integer_sums": True}, "integer_sums=True with profile='tensorrt'"),
         ({"input_names": ["a", "b"]}, r"input_names=\['a', 'b'\]: expected 1 different"),
         ({"output_names": [""]}, r"output_names=\[''\]: expected 1 different"),
+        ({"output_names": ["input"]}, "output_names: 'input' is an input's name too"),
     ],
 )
 def test_arguments_are_checked(
@@ -238,6 +239,12 @@ def test_arguments_are_checked(
     with pytest.raises(ValueError, match=message):
         export_qdq_onnx(model, x, tmp_path / "net.onnx", **settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_inputs_of_an_open_file_are_named(model: nn.Module, x: Tensor, tmp_path: Path) -> None:
+    run = open_onnx(export_qdq_onnx(model, x, tmp_path / "net.onnx").path)
+    with pytest.raises(TypeError, match=r"net\.onnx: expected a dictionary of input, got a Tensor"):
+        run(cast(Any, x))
 
 
 def test_a_march_is_one_that_hb_mapper_has(

@@ -34,6 +34,8 @@ def named_outputs(
     names = ["output" if single else name.lstrip("_") or "output" for _, name in found]
     names = [f"output_{n}" if n[0].isdigit() or n in inputs else n for n in names]
     chosen = _named("output_names", names, wanted)
+    if both := [name for name in chosen if name in inputs]:
+        raise QdqError(f"output_names: {both[0]!r} is an input's name too; give another one")
     return [(ref, name) for (ref, _), name in zip(found, chosen, strict=True)]
 
 

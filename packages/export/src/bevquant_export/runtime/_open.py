@@ -111,6 +111,11 @@ def open_onnx(
     taken = [port.name for port in running.get_inputs()]
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        if not isinstance(inputs, Mapping):
+            raise TypeError(
+                f"open_onnx: {called}: expected a dictionary of {', '.join(taken)}, "
+                f"got a {type(inputs).__name__}"
+            )
         if missing := [port for port in taken if port not in inputs]:
             raise ValueError(
                 f"open_onnx: {called} reads {', '.join(taken)}; {', '.join(missing)} not given, "
