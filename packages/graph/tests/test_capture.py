@@ -899,9 +899,10 @@ class Pyramid(nn.Module):
         return F.max_pool2d(F.avg_pool2d(x, 2, 1), 3, 2, 1)
 
 
-def fixed_or_right(graph: Graph, sizes: dict[int, int], other: Tensor) -> None:
-    """Sizes are the example's, or open as torch 2.10 and 2.11 leave them: then others are right."""
+def fixed_or_right(graph: Graph, sizes: dict[int, int], frames: Tensor, other: Tensor) -> None:
+    """The number of frames is open. Sizes are the example's, or open as in torch 2.10 and 2.11."""
     (fixed,) = graph.fixed.values()
+    graph.check(frames)
     if fixed:
         assert fixed == sizes
     else:
@@ -911,7 +912,8 @@ def fixed_or_right(graph: Graph, sizes: dict[int, int], other: Tensor) -> None:
 def test_sizes_that_torch_cannot_solve_for_are_those_of_the_example():
     graph = capture(Pyramid(), torch.randn(1, 2, 64, 64))
     assert not graph.opaque
-    fixed_or_right(graph, {0: 1, 1: 2, 2: 64, 3: 64}, torch.randn(2, 3, 32, 96))
+    frames, other = torch.randn(3, 2, 64, 64), torch.randn(2, 3, 32, 96)
+    fixed_or_right(graph, {1: 2, 2: 64, 3: 64}, frames, other)
 
 
 class Projected(nn.Module):
@@ -949,14 +951,48 @@ class Same(nn.Module):
 
 
 def test_sizes_that_torch_asks_too_much_of_are_fixed():
-    assert capture(Same(), torch.randn(2, 64)).fixed["x"] == {0: 2, 1: 64}
+    assert capture(Same(), torch.randn(2, 64)).fixed["x"] == {1: 64}
 
 
 def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():
     graph = capture(nn.Sequential(nn.Linear(4, 4), Projected()), torch.randn(2, 5, 4))
     assert not graph.opaque
     graph = capture(Projected(), torch.randn(2, 5, 4))
-    fixed_or_right(graph, {0: 2, 1: 5, 2: 4}, torch.randn(1, 3, 7))
+    fixed_or_right(graph, {1: 5, 2: 4}, torch.randn(3, 5, 4), torch.randn(1, 3, 7))
+
+
+class OfWindows(nn.Module):
+    """As Swin's windows: the number of frames is a quotient, and becomes that of the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            b, height, width, channels = x.shape
+            x = x.view(b, height // 2, 2, width // 2, 2, channels).permute(0, 1, 3, 2, 4, 5)
+            windows = x.reshape(-1, 2, 2, channels).sin()
+            frames = int(windows.shape[0] / (height * width / 2 / 2))
+            x = windows.view(frames, height // 2, width // 2, 2, 2, -1).permute(0, 1, 3, 2, 4, 5)
+            x = x.reshape(frames, height, width, -1)
+        return x
+
+
+class OfTokens(nn.Module):
+    """As heads of vision transformers: the sides of a map by the root of its tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = int(x.shape[1] ** 0.5)
+        return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], side, side)
+
+
+def test_a_rounded_quotient_or_root_of_sizes_leaves_frames_and_maps_open():
+    graph = capture(OfWindows(), torch.randn(1, 4, 6, 3))
+    graph.check(torch.randn(2, 4, 6, 3))
+    graph.check(torch.randn(3, 8, 2, 3))
+    with pytest.raises(ValueError, match=r"as the forward asks in .*test_capture\.py:\d+"):
+        graph.replay(torch.randn(1, 5, 6, 3))
+    graph = capture(OfTokens(), torch.randn(1, 16, 3))
+    graph.check(torch.randn(2, 25, 3))
+    with pytest.raises(ValueError, match=r"math\.trunc\(float\(x\.shape\[1\]\) \*\* 0\.5\)"):
+        graph.replay(torch.randn(2, 24, 3))
 
 
 class Region(nn.Module):

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -52,8 +53,9 @@ def capture(
 
     - Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one
       graph serves frames of any size. Sizes that the forward fixes are constants (`Graph.fixed`).
-      All sizes are constants where torch cannot compute with open ones (concatenated maps of
-      several strides, quotients of coordinate slices, windows of maps that every stage pads).
+      Where torch cannot compute with open ones (concatenated maps of several strides, quotients of
+      coordinate slices, windows of maps that every stage pads) the first axes alone stay open: the
+      numbers of frames, points or voxels.
     - A module that cannot be captured is one opaque node (`Graph.opaque`) with reason, file and
       line.
     - A number that the forward takes from a tensor and counts with, such as the largest batch
@@ -170,7 +172,7 @@ class _Traces:
         values: Source of the numbers taken out of tensors, if they are the example's.
         constants: Numbers that the forward takes out of constant tensors.
         members: The members of the arguments that are inputs.
-        fixed: The line that fixes all sizes.
+        fixed: The line that fixes sizes.
         inputs: Structure of the arguments.
     """
 
@@ -178,7 +180,8 @@ class _Traces:
         self, model: nn.Module, given: Arguments, *, open_sizes: bool, unread: bool
     ) -> None:
         self.model, self.given = model, given
-        self.open_sizes, self.unread = open_sizes, unread
+        self.unread = unread
+        self.open_axes = inf if open_sizes else 0  # of each input, the first ones
         self.opaque: dict[str, Opaque] = {}
         self.values: Exception | None = None
         self.constants = Constants(model)
@@ -244,7 +247,7 @@ class _Traces:
                 stack.enter_context(opaque_modules(traced, self.opaque))
                 program, result, answered, truths = exported(
                     traced, self.inputs, self._leaves, self._shares, self.constants,
-                    values=self.values is not None, open_sizes=self.open_sizes, closed=closed,
+                    values=self.values is not None, open_axes=self.open_axes, closed=closed,
                 )  # fmt: skip
             if self.constants.taken and self.constants.written:  # a counter: no constant
                 self.constants.withdraw()
@@ -281,7 +284,7 @@ class _Traces:
         """Change to make before the next trace; None: a module cannot be followed."""
         if len(self._shares) > self._met or isinstance(error, ReshapesInput):
             return nothing  # such an int(…) leaves it open now; inputs are aliases
-        if self.open_sizes and _by_sizes(error):
+        if self.open_axes and _by_sizes(error):
             return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         numbers = needed(error) or self._arrays_in(error)
         if numbers:
@@ -319,7 +322,9 @@ class _Traces:
         self._read |= dict.fromkeys(found, f"{error}" + (f" ({place})" if place else ""))
 
     def _fix_sizes(self, place: str) -> None:
-        self.open_sizes = self._numbers = False
+        # The number of frames or points stays open where sizes of maps cannot.
+        self.open_axes = 1 if self.open_axes > 1 else 0
+        self._numbers = False
         file, _, line = place.rpartition(":")
         self.fixed = (Condition(None, file, int(line or 0)),)
 

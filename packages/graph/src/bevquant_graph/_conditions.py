@@ -27,7 +27,7 @@ from ._tidy import ANSWER, CHECK, REQUIRE, fixed_number
 class Condition(NamedTuple):
     """A condition on symbols of sizes (a sympy expression), and the line that asks.
 
-    The term is None for the line that fixes all sizes. `checks`: an error is the other answer.
+    The term is None for the line that fixes sizes. `checks`: an error is the other answer.
     """
 
     term: Any
@@ -339,7 +339,8 @@ def _bound(
     if len(named) < len(term.free_symbols):
         return None
     try:
-        text = ast.unparse(parsed(PythonPrinter().doprint(term.xreplace(named))))
+        printed = PythonPrinter().doprint(term.xreplace(named)).replace("torch.sym_float", "float")
+        text = ast.unparse(parsed(printed))
     except (ValueError, NotImplementedError):
         return None
     # The text must hold for the example's sizes, as the condition does.

@@ -76,7 +76,7 @@ def exported(
     constants: Constants,
     *,
     values: bool,
-    open_sizes: bool,
+    open_axes: float,
     closed: Mapping[str, Opaque],
 ) -> tuple[ExportedProgram, Tree, list[Condition] | None, bool]:
     """Export the model once; return the program, the tree of its result, conditions, and truths.
@@ -84,7 +84,7 @@ def exported(
     Conditions are those that values of the example answered; None if, with `values` (numbers may be
     taken from tensors), the forward takes a float out of a tensor. Truths: whether it takes a truth
     value, as `if score > 0.5` does. `shares` are the scopes of `open_lengths`, `closed` the modules
-    that become one node each in this trace.
+    that become one node each in this trace. Of each input, the first `open_axes` axes are open.
     """
     # Imported here: torch's compiler and sympy take as long as torch itself.
     import sympy
@@ -108,8 +108,9 @@ def exported(
     given = tuple(map(copy.deepcopy, detached))
     # The shape of an array, as 4 × 4 of a matrix, is the example's.
     kinds = [entry.kind for _, entry in entries(inputs) if isinstance(entry, Leaf)]
-    sizes = [None if kind else _open(leaf) for kind, leaf in zip(kinds, given, strict=True)]
-    dims = (tuple(sizes),) if open_sizes else None
+    pairs = zip(kinds, given, strict=True)
+    sizes = [None if kind else _open(leaf, open_axes) for kind, leaf in pairs]
+    dims = (tuple(sizes),) if open_axes else None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())
@@ -124,7 +125,7 @@ def exported(
             stack.enter_context(mock.patch.object(torch.inference_mode, name, held))
         outermost = _Shell.forward.__code__, exported.__code__
         answered = stack.enter_context(places_noted(outermost))
-        if open_sizes:
+        if open_axes:
             for holder, name, longest in (
                 (sympy, "simplify", 64),
                 (symbolic_shapes, "bound_sympy", 1024),
@@ -249,5 +250,7 @@ def _copied(value: Tensor, source: Any) -> None:
         value[once].copy_(source[once])
 
 
-def _open(value: Any) -> Any:
-    return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
+def _open(value: Any, axes: float) -> Any:
+    if not isinstance(value, Tensor):
+        return Dim.AUTO
+    return {axis: Dim.AUTO for axis in range(value.dim()) if axis < axes}

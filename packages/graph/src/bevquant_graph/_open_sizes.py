@@ -324,9 +324,34 @@ def _is_share(number: Any) -> bool:
     # A float that is taken out of a tensor is the example's.
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
     floats = any(symbol_is_type(symbol, of_floats) for symbol in number.node.expr.free_symbols)
-    # A size divided by a size, as of maps of two strides, is a number of the model's.
+    # A size divided by a size, as of maps of two strides, is a number of the model's; windows
+    # divided by those of a map are frames.
     divisions = number.node.expr.atoms(FloatTrueDiv, IntTrueDiv)
-    return not floats and not any(d.args[1].free_symbols for d in divisions)
+    return not floats and all(
+        not divisor.free_symbols or size.free_symbols > divisor.free_symbols
+        for size, divisor in (division.args for division in divisions)
+    )
+
+
+def _whole_quotient(number: torch.SymFloat) -> Any:
+    """The size that a quotient of sizes is, as the frames of ``int(windows.shape[0] / 16)``; None.
+
+    A rounded quotient equals no size for torch, and every operation behind it makes it longer.
+    """
+    import sympy
+    from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, ToFloat
+
+    node = number.node
+    term = node.expr.replace(ToFloat, lambda size: size)
+    for division in (FloatTrueDiv, IntTrueDiv, FloorDiv):
+        term = term.replace(division, lambda size, divisor: size / sympy.nsimplify(divisor))
+    term = sympy.cancel(term)
+    hint = node.shape_env.size_hint(term, allow_none=True)
+    if not term.is_integer or term.is_number or hint is None:
+        return None
+    made = node.shape_env.create_symintnode(term, hint=int(hint))
+    # It is a condition of the graph where a division leaves a remainder.
+    return made if torch.sym_int(number) == made else None
 
 
 def _length(value: Any, /) -> Any:
@@ -357,7 +382,8 @@ class _Truncation(type):
             return builtins.int(*args)
         if isinstance(args[0], Tensor):
             return args[0].long().item()
-        return torch.sym_int(args[0])
+        whole = _whole_quotient(args[0])
+        return whole if whole is not None else torch.sym_int(args[0])
 
 
 class _Integer(metaclass=_Truncation):
