@@ -588,10 +588,11 @@ class Scratch(nn.Module):
 
 
 def test_buffers_that_no_later_call_reads_may_be_written():
+    torch.manual_seed(0)
     x, other = torch.randn(2, 1, 3, 6, 6)
     model = quantize_model(Scratch().eval(), example_inputs=x).model
     calibrate(model, [x, other])
-    wanted = [model(frame) for frame in (x, other)]
+    wanted = [model(frame).detach() for frame in (x, other)]
     run = simulate(model, x)
     for frame, want in zip((x, other, x), (*wanted, wanted[0]), strict=True):
-        assert float((run(frame) - want).abs().max()) < 0.05 * float(want.abs().max())
+        assert float((run(frame) - want).norm()) < 0.02 * float(want.norm())
