@@ -66,7 +66,7 @@ class Figures:
     def __str__(self) -> str:
         share = f"{self.size / self.float_size:.0%} of {_megabytes(self.float_size)} in float32"
         if self.size == self.float_size:
-            share = "weights as floats: its engine makes them eight bits"
+            share = "weights stored as floats"
         lines = [f"{_megabytes(self.size)}, {share}"]
         if self.weights and self.cpu:
             lines.insert(0, f"weights {self.weights}: {_CPUS[self.cpu]}")
