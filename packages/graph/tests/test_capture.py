@@ -995,6 +995,28 @@ def test_a_rounded_quotient_or_root_of_sizes_leaves_frames_and_maps_open():
         graph.replay(torch.randn(2, 24, 3))
 
 
+class Numbers(nn.Module):
+    """Takes sizes as Python's numbers: those of frames stay open, unless a table asks for them."""
+
+    def __init__(self, table: dict[int, float]) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames, channels, width = map(int, x.shape)
+        x = x * (self.table[int(x.shape[0])] if self.table else int(width / 2))
+        return x.reshape(frames * channels, width).sin()
+
+
+def test_the_number_of_frames_is_open_where_a_forward_takes_it_by_int():
+    graph = capture(Numbers({}), torch.randn(2, 3, 8))
+    assert graph.fixed["x"] == {1: 3, 2: 8}
+    graph.check(torch.randn(5, 3, 8))
+    graph = capture(Numbers({2: 3.0}), torch.randn(2, 3, 8))
+    assert not graph.opaque
+    assert graph.fixed["x"] == {0: 2, 1: 3, 2: 8}
+
+
 class Region(nn.Module):
     """As EfficientViT's linear attention: a part that must not run in half precision."""
 

@@ -26,7 +26,7 @@ from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
 from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers
-from ._constants import Constants, ReshapesInput
+from ._constants import Constants, ReshapesInput, Truncations
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, refuse_unusable, running, spconv_call, where
 from ._frames import VARYING, is_input
@@ -193,7 +193,7 @@ class _Traces:
             open_sizes  # such as a batch size: open, unless the forward counts with them
         )
         self._asked: nn.Module = model  # the twin that `values` comes from
-        self._shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
+        self._shares = Truncations()
         self._closing = Closing(model, given)
         self._leaves: list[Any] = []
         self._met = 0
@@ -235,7 +235,7 @@ class _Traces:
         self._leaves, self.inputs = flatten(
             self.members.required(self.given), numbers=self._numbers, arrays=self._is_input
         )
-        self._met = len(self._shares)
+        self._met = len(self._shares.scopes)
         closed: dict[str, Opaque] = {}
         try:
             with ExitStack() as stack:
@@ -282,8 +282,11 @@ class _Traces:
 
     def _remedy(self, error: Exception, traced: nn.Module) -> Callable[[], None] | None:
         """Change to make before the next trace; None: a module cannot be followed."""
-        if len(self._shares) > self._met or isinstance(error, ReshapesInput):
+        if len(self._shares.scopes) > self._met or isinstance(error, ReshapesInput):
             return nothing  # such an int(…) leaves it open now; inputs are aliases
+        if self._shares.met_frames:
+            # Python's number may be needed, as by a dictionary.
+            return partial(setattr, self, "_shares", Truncations(frames=False))
         if self.open_axes and _by_sizes(error):
             return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         numbers = needed(error) or self._arrays_in(error)

@@ -15,7 +15,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -107,6 +107,16 @@ class OpenRange(Sequence[int]):
 
 class ReshapesInput(Exception):
     """The forward changes the shape of an input in place (``image.squeeze_()``)."""
+
+
+@dataclass
+class Truncations:
+    """Modules in which ``int`` leaves open numbers open."""
+
+    scopes: list[dict[str, Any]] = field(default_factory=list)
+    # Whether it leaves numbers of frames open, as ``int(x.shape[0])``, and whether one was met.
+    frames: bool = True
+    met_frames: bool = False
 
 
 class Constants(TorchFunctionMode):

@@ -26,7 +26,7 @@ from bevquant_sparse import open_shapes
 from ._arrays import numpy_traced
 from ._closing import TraceEnds
 from ._conditions import Condition, places_noted
-from ._constants import INTEGERS, Constants
+from ._constants import INTEGERS, Constants, Truncations
 from ._faults import is_authors
 from ._functional import functional, inline_regions
 from ._normal import normalise
@@ -72,7 +72,7 @@ def exported(
     model: nn.Module,
     inputs: Tree,
     leaves: list[Any],
-    shares: list[dict[str, Any]],
+    shares: Truncations,
     constants: Constants,
     *,
     values: bool,
@@ -83,7 +83,7 @@ def exported(
 
     Conditions are those that values of the example answered; None if, with `values` (numbers may be
     taken from tensors), the forward takes a float out of a tensor. Truths: whether it takes a truth
-    value, as `if score > 0.5` does. `shares` are the scopes of `open_lengths`, `closed` the modules
+    value, as `if score > 0.5` does. `shares` are those of `open_lengths`, `closed` the modules
     that become one node each in this trace. Of each input, the first `open_axes` axes are open.
     """
     # Imported here: torch's compiler and sympy take as long as torch itself.

@@ -28,7 +28,7 @@ from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ._constants import OpenRange
+from ._constants import OpenRange, Truncations
 from ._faults import is_authors
 from ._operators import OPERATORS
 
@@ -231,7 +231,7 @@ _Scope = dict[str, Any]
 
 @contextmanager
 def open_lengths(
-    model: nn.Module, shares: list[_Scope], is_constant: Callable[[Any], bool]
+    model: nn.Module, shares: Truncations, is_constant: Callable[[Any], bool]
 ) -> Iterator[None]:
     """Let the code around a model's forwards count rows as ``x.shape[0]`` does.
 
@@ -240,9 +240,9 @@ def open_lengths(
     during a capture, in the packages of the model's classes and in files outside of libraries. The
     same holds for ``range``, whose numbers may be an index.
     ``int`` is a class with other uses, and is replaced only in the modules of `shares`. If another
-    module takes a share of a number of rows, or ``int(mask.sum() * share)``, its name is added to
-    `shares`, and the run ends with an error: the caller repeats it. A tensor that
-    `is_constant` holds a number of the model's own.
+    module takes a share of a number of rows, ``int(mask.sum() * share)`` or ``int(x.shape[0])``,
+    its name is added to `shares`, and the run ends with an error: the caller repeats it. A tensor
+    that `is_constant` holds a number of the model's own.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
@@ -250,7 +250,8 @@ def open_lengths(
     # A module with a `len` of its own means that one, as with `int` below.
     own: dict[str, Any] = {"len": _length, "range": _Range}
     meant = [(s, name, own[name]) for s in scopes.values() for name in own if name not in s]
-    meant += [(scope, "int", _Integer) for scope in shares]
+    integer_type = _FrameInteger if shares.frames else _Integer
+    meant += [(scope, "int", integer_type) for scope in shares.scopes]
 
     thread = get_ident()  # others may run models meanwhile
 
@@ -258,13 +259,15 @@ def open_lengths(
         def integer(number: Any) -> int:
             frame = sys._getframe(1)
             own = get_ident() == thread and _takes_integers(frame)
-            if not (own and _is_share(number)):
+            frames = own and shares.frames and _counts_frames(number)
+            if not (own and (frames or _is_share(number))):
                 return convert(number)
             # Beside a decision by values torch knows the example's number, and would take it.
             if is_constant(number):
                 return convert(number)
-            shares.append(frame.f_globals)
-            raise ValueError("int(…) takes a share of an open number")
+            shares.scopes.append(frame.f_globals)
+            shares.met_frames |= frames
+            raise ValueError("int(…) takes an open number, or a share of one")
 
         return integer
 
@@ -272,7 +275,7 @@ def open_lengths(
         scope[name] = meaning
     try:
         with ExitStack() as stack:
-            for kind in (torch.SymFloat, Tensor):
+            for kind in (torch.SymInt, torch.SymFloat, Tensor):
                 integer = noted(kind.__int__)
                 integer.__name__ = "__int__"  # by which `Constants` knows it
                 stack.enter_context(mock.patch.object(kind, "__int__", integer, create=True))
@@ -333,6 +336,19 @@ def _is_share(number: Any) -> bool:
     )
 
 
+def _counts_frames(number: Any) -> bool:
+    """Whether a number is computed from sizes of inputs' first axes alone."""
+    if not isinstance(number, torch.SymInt):
+        return False
+    known = number.node.shape_env.var_to_sources
+    symbols = number.node.expr.free_symbols
+    # torch's source of a size, as ``x.size()[0]``.
+    return bool(symbols) and all(
+        {getattr(source, "idx", None) for source in known.get(symbol, ())} == {0}
+        for symbol in symbols
+    )
+
+
 def _whole_quotient(number: torch.SymFloat) -> Any:
     """The size that a quotient of sizes is, as the frames of ``int(windows.shape[0] / 16)``; None.
 
@@ -374,10 +390,14 @@ class _Range(metaclass=_Counting):
 
 
 class _Truncation(type):
+    frames = False
+
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, builtins.int)
+        return isinstance(value, builtins.int | torch.SymInt)
 
     def __call__(cls, *args: Any) -> Any:
+        if args and cls.frames and _counts_frames(args[0]):
+            return args[0]
         if not args or not _is_share(args[0]):
             return builtins.int(*args)
         if isinstance(args[0], Tensor):
@@ -388,3 +408,9 @@ class _Truncation(type):
 
 class _Integer(metaclass=_Truncation):
     """``int``, of shares of open numbers as well."""
+
+
+class _FrameInteger(_Integer):
+    """``int``, of open numbers of frames as well."""
+
+    frames = True
