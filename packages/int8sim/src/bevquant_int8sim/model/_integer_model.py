@@ -427,8 +427,8 @@ def _check_agreement(program: Program, sizes: Sizes, cause: Exception | None = N
 
 
 _REMEDY = (
-    "simulate again with such inputs, or let the forward read x.shape[2], which stays open, where "
-    "it takes int(x.shape[2])"
+    "simulate again with such inputs, or let the forward compute with the size itself, which stays "
+    "open, where it takes int(…) of it"
 )
 
 
