@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ._asserted import passing
-from ._constants import OpenRange
+from ._constants import OpenRange, squeezed_axes
 from ._faults import author_line, is_authors
 from ._size_guards import Guard, check_guards, parsed
 from ._switches import switch_of
@@ -162,8 +162,8 @@ def _kept_axes(node: fx.Node) -> Iterator[Condition]:
     import sympy
 
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    dims: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
-    for axis in (dims,) if isinstance(dims, int) else dims:
+    dim: Any = node.args[1] if len(node.args) > 1 else None
+    for axis in squeezed_axes(len(shape), dim):
         size = shape[axis]
         if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
             file, _, line = author_line(node).rpartition(":")

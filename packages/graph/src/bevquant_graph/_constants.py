@@ -467,15 +467,15 @@ def _as_of_tensor(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args[:1], {**dict(zip(("dtype", "device"), args[1:], strict=False)), **kwargs}
 
 
-def _axes(x: Tensor, dim: int | tuple[int, ...] | None) -> list[int]:
-    """The axes that a squeeze may remove, the last first."""
-    named = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    return sorted((axis % x.dim() for axis in named), reverse=True) if x.dim() else []
+def squeezed_axes(axes: int, dim: int | Iterable[int] | None) -> list[int]:
+    """The axes that a squeeze of a tensor with so many axes may remove, in order."""
+    named = range(axes) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return sorted(axis % axes for axis in named) if axes else []
 
 
 def _fix_squeezed(x: Any, dim: int | tuple[int, ...] | None = None) -> None:
     """Fix the open axes of size 1 that a squeeze removes; torch would keep them."""
-    for axis in _axes(x, dim):
+    for axis in squeezed_axes(x.dim(), dim):
         size = x.shape[axis]
         # Results of later operators, as of `torch.where`, would have another number of axes.
         # torch notes the answer as a guard, but keeps an earlier "unknown" of computed sizes.
@@ -487,7 +487,7 @@ def _squeezed(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """A squeeze that asks for numbers of chosen rows; torch would keep their axes."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # and sympy
 
-    for axis in _axes(x, dim):
+    for axis in reversed(squeezed_axes(x.dim(), dim)):
         size = x.shape[axis]
         chosen = isinstance(size, torch.SymInt) and free_unbacked_symbols(size)
         x = x.select(axis, 0) if chosen and size == 1 else x.squeeze(axis)
